@@ -1,0 +1,113 @@
+"""The command line: ``fedsparse run``, ``fedsparse report`` and ``fedsparse channels``."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+# What a command needs is imported inside it: a report must not wait for torch.
+
+app = typer.Typer(
+    help="Federated learning with pruned, personalised models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Print what the user can mend in one message; everything else keeps its traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+) -> None:
+    """Print the numbers of runs; write report.md and plots into each folder."""
+    from fedsparse_app.report import report as write_reports
+
+    with _plain_errors():
+        problems = write_reports(folders)
+    for problem in problems:
+        typer.secho(f"error: {problem}", fg="red", err=True)
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def channels(
+    model: Annotated[str, typer.Argument(help="Name of a model.")],
+    shape: Annotated[str, typer.Option(help="Shape of one sample.")] = "3,32,32",
+    classes: Annotated[int, typer.Option(min=2, help="Number of classes.")] = 10,
+) -> None:
+    """Print which tensors share which channels in a model."""
+    from task import models
+    from task.channels_view import describe
+    from task.trace import trace
+
+    with _plain_errors():
+        sample = _shape(shape)
+        network = models.build(model, sample, classes)
+        cmap = trace(network, models.example(model, sample))
+        typer.echo(describe(cmap, network.state_dict()))
+
+
+@app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of the app.")] = Path("."),
+    config: Annotated[
+        list[str] | None,
+        typer.Option("-c", "--run-config", help='Options as "key=value ..." or a TOML file.'),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Same as run.rounds.")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Number of clients.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Clients trained at a time; one a core if not given.")
+    ] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Without Flower's runtime, one client at a time.")
+    ] = False,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where run folders go; ./runs if not given.")
+    ] = None,
+) -> None:
+    """Run the app in simulation and exit with 0 only if it completed."""
+    from fedsparse_app.launch import Request, launch
+
+    with _plain_errors():
+        request = Request(folder, tuple(config or ()), rounds, clients, workers, output_dir)
+        outcome = launch(request, _echo, in_process=in_process)
+    if outcome.folder is not None:
+        typer.echo(f"run folder: {outcome.folder}")
+    if not outcome.completed:
+        typer.secho(f"error: {outcome.reason}", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ValueError(f"--shape {text}: not a shape; write whole numbers, for example 3,32,32")
+    return shape
+
+
+def _echo(line: str) -> None:
+    typer.echo(line)  # click drops the colours where the output is no terminal
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    app()

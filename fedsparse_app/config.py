@@ -1,0 +1,156 @@
+"""Run config as typed options: read once at the boundary, checked before round 1.
+
+``[tool.flwr.app.config]`` in pyproject.toml lists every option with its default and a comment.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from strategies import STRATEGIES, FederationOptions
+from task.data import DATASETS
+from task.data.partition import PartitionOptions
+from task.models import MODELS
+from task.options import Interval, check_options, field_types
+from task.train import TrainingOptions
+
+__all__ = ["SECTIONS", "Config", "ConfigError", "Scalar", "read"]
+
+Scalar = str | int | float | bool
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """One run: its seed, length, place and machine."""
+
+    seed: Annotated[int, Interval(0)] = 1
+    rounds: Annotated[int, Interval(1)] = 20
+    output_dir: str = "~/fedsparse-runs"
+    state_dir: str = ""
+    threads: Annotated[int, Interval(1)] = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which data set."""
+
+    name: str = "digits"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which network."""
+
+    name: str = "cnn"
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Which method; its own options are in the section of its name."""
+
+    name: str = "fedfip"
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "run": RunOptions,
+    "strategy": StrategyOptions,
+    "federation": FederationOptions,
+    "data": DataOptions,
+    "partition": PartitionOptions,
+    "model": ModelOptions,
+    "train": TrainingOptions,
+    **{name: method.options for name, method in STRATEGIES.items()},
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of a run; ``method`` are those of the chosen strategy."""
+
+    run: RunOptions
+    strategy: StrategyOptions
+    federation: FederationOptions
+    data: DataOptions
+    partition: PartitionOptions
+    model: ModelOptions
+    train: TrainingOptions
+    method: Any
+
+    def flat(self) -> dict[str, Scalar]:
+        """Return the options as dotted keys, those of other methods left out."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "method"}
+        named[self.strategy.name] = self.method
+        return {
+            f"{section}.{field.name.replace('_', '-')}": getattr(options, field.name)
+            for section, options in named.items()
+            for field in fields(options)
+        }
+
+    def run_folder(self, run_id: int) -> Path:
+        """Return where this run writes; server and simulated clients agree without a message."""
+        name = f"{run_id}-{self.strategy.name}-{self.data.name}"
+        return Path(self.run.output_dir).expanduser().resolve() / name
+
+
+def read(run_config: Mapping[str, Any]) -> Config:
+    """Turn Flower's flat run config into options.
+
+    Raises
+    ------
+    ConfigError
+        Naming the key, the value found, what is accepted and, for names, the nearest one.
+    """
+    known = {
+        f"{section}.{field.name.replace('_', '-')}"
+        for section, options in SECTIONS.items()
+        for field in fields(options)
+    }
+    for key in run_config:
+        if key not in known:
+            raise ConfigError(f"{key}: unknown option{_nearest(key, known)}")
+    read_section = {
+        section: _section(section, options, run_config) for section, options in SECTIONS.items()
+    }
+    for section, table in (("strategy", STRATEGIES), ("data", DATASETS), ("model", MODELS)):
+        _check_name(f"{section}.name", read_section[section].name, table)
+    names = [field.name for field in fields(Config) if field.name != "method"]
+    return Config(
+        **{name: read_section[name] for name in names},
+        method=read_section[read_section["strategy"].name],
+    )
+
+
+def _section(section: str, options: type[Any], run_config: Mapping[str, Any]) -> Any:
+    values = {}
+    for field, kind, _, _ in field_types(options):
+        key = f"{section}.{field.name.replace('_', '-')}"
+        if key in run_config:
+            value = run_config[key]
+            is_whole = kind is float and isinstance(value, int) and not isinstance(value, bool)
+            values[field.name] = float(value) if is_whole else value
+    try:
+        check_options(made := options(**values))
+    except ValueError as error:
+        raise ConfigError(f'{section}.{error}; set it with -c "{section}.…=…"') from None
+    return made
+
+
+def _check_name(key: str, name: str, table: Iterable[str]) -> None:
+    if name not in table:
+        known = ", ".join(sorted(table))
+        raise ConfigError(f"{key} = {name!r}: unknown{_nearest(name, table)}; known: {known}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f", did you mean {close[0]!r}?" if close else ""

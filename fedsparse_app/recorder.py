@@ -1,0 +1,222 @@
+"""What a run leaves: a folder with its options, its numbers per round and its model."""
+
+import json
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+from flwr.supercore import log
+from safetensors.torch import save
+
+from fedsparse_app.checkpoint import save_checkpoint
+from fedsparse_app.config import Config, Scalar
+from fedsparse_app.state import write_atomically
+from fedsparse_app.workload import Workload
+from strategies.base import SubmodelStrategy
+from strategies.ops.average import coverage
+from strategies.rounds import Round
+from task.channels import Kept
+from task.cost import mask_counted_parameters
+from task.submodel import extract, slice_module
+from task.train import Scores, evaluate
+
+__all__ = ["Recorder"]
+
+HEADER = (
+    "round | clients | failed |   loss |   AVG |  STD | personal | keep | MB up | MB down |   s |"
+    " left"
+)
+
+
+class Recorder:
+    """Called by the driver after every round; writes the run folder and one line of log.
+
+    ``metrics.jsonl`` depends on the options and the seed alone; times go to ``timing.jsonl`` and
+    ``clients.jsonl``.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, work: Workload, strategy: SubmodelStrategy
+    ) -> None:
+        self.folder, self.config, self.work, self.strategy = folder, config, work, strategy
+        self.begin = self.last = time.monotonic()
+        self.personal: dict[str, float] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.toml", _toml(config).encode())
+        log(INFO, "%s", HEADER)
+
+    def __call__(self, round: Round) -> None:
+        """Write down ``round``."""
+        kept = self.strategy.global_kept()
+        scores = self._global_scores(round, kept)
+        row = self._row(round, kept, scores)
+        now = time.monotonic()
+        self._append("metrics.jsonl", row)
+        self._append("timing.jsonl", _timing(round, now - self.last))
+        for client in sorted(round.jobs):
+            self._append("clients.jsonl", self._client(round, client))
+        save_checkpoint(self.folder, round.number, self.strategy, self.config, self.personal)
+        self._log(row, now)
+        self.last = now
+
+    def close(self) -> None:
+        """Write the final model with the channels it keeps."""
+        kept = self.strategy.global_kept()
+        state = extract(self.strategy.state, self.work.channels, kept)
+        metadata = {
+            "kept": json.dumps({group: index.tolist() for group, index in kept.items()}),
+            "recipe": json.dumps(self.config.flat()),
+        }
+        data = save({name: t.contiguous() for name, t in state.items()}, metadata)
+        write_atomically(self.folder / "model.safetensors", data)
+
+    def _global_scores(self, round: Round, kept: Kept) -> Scores | None:
+        if self.config.federation.evaluate_on == "clients":
+            return round.scores
+        if not (round.number == 0 or self.strategy.evaluates(round.number)):
+            return None
+        state = extract(self.strategy.state, self.work.channels, kept)
+        network = slice_module(self.work.model, self.work.channels, kept, state)
+        return evaluate(network, self.work.data.test, *self.work.score_shape)
+
+    def _row(self, round: Round, kept: Kept, scores: Scores | None) -> dict[str, Any]:
+        channels, state = self.work.channels, self.strategy.state
+        network = slice_module(self.work.model, channels, kept)
+        costs = self.work.costs(network)
+        samples = sum(u.samples for u in round.updates)
+        uploads = [self.strategy.uploaded(round.jobs[u.client], u) for u in round.updates]
+        return {
+            "round": round.number,
+            "replies": len(round.updates),
+            "merged": round.merged,
+            "failures": [
+                {"client": client, "reason": reason}
+                for client, reason in sorted(round.failures.items())
+            ],
+            "loss": sum(u.loss * u.samples for u in round.updates) / samples if samples else None,
+            "global": None if scores is None else self._accuracy(scores),
+            "personal": self._personal(round),
+            "keep": sum(len(index) for index in kept.values()) / max(1, channels.size),
+            "width": {group: len(index) for group, index in kept.items()},
+            "parameters": int(costs["parameters"]),
+            "parameters_mask_counted": mask_counted_parameters(state, channels, kept),
+            "flops": int(costs["flops"]),
+            "train_flops": int(costs["train-flops"]),
+            "bytes_down": sum(round.bytes_down.values()),
+            "bytes_up": sum(round.bytes_up.values()),
+            "coverage": coverage(
+                channels, {name: tuple(t.shape) for name, t in state.items()}, uploads
+            ),
+            "strategy": round.diagnostics,
+        }
+
+    def _accuracy(self, scores: Scores) -> dict[str, Any]:
+        accuracy = {self.work.data.domains[k]: a for k, a in scores.per_domain().items()}
+        values = list(accuracy.values())
+        return {
+            "accuracy": accuracy,
+            "avg": statistics.fmean(values),
+            "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "std0": statistics.pstdev(values),
+            "loss": scores.mean_loss(),
+        }
+
+    def _personal(self, round: Round) -> dict[str, Any] | None:
+        scored = {u.client: u.scores.accuracy() for u in round.updates if u.scores is not None}
+        self.personal.update(scored)
+        if not scored:
+            return None
+        return {
+            "mean": statistics.fmean(scored.values()),
+            "min": min(scored.values()),
+            "clients": scored,
+        }
+
+    def _client(self, round: Round, client: str) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "round": round.number,
+            "client": client,
+            "bytes_down": round.bytes_down.get(client, 0),
+            "bytes_up": round.bytes_up.get(client, 0),
+            "failure": round.failures.get(client),
+            "accuracy": None,
+        }
+        update = next((u for u in round.updates if u.client == client), None)
+        if update is None:
+            return row
+        held = sum(len(index) for index in round.jobs[client].kept.values())
+        private = int(update.costs.get("private", 0))
+        row |= {
+            "keep": (held + private) / max(1, self.work.channels.size),
+            "parameters": int(update.costs.get("parameters", 0)),
+            "flops": int(update.costs.get("flops", 0)),
+            "train_flops": int(update.costs.get("train-flops", 0)),
+            "seconds": update.costs.get("seconds"),
+            "samples": update.samples,
+            "steps": update.steps,
+            "loss": update.loss,
+            "private": private,
+        }
+        if update.scores is not None:
+            right, seen = update.scores.correct.sum(1).tolist(), update.scores.total.sum(1).tolist()
+            names = self.work.data.domains
+            row["accuracy"] = {
+                "correct": sum(right),
+                "total": sum(seen),
+                "domains": {names[k]: [right[k], n] for k, n in enumerate(seen) if n},
+            }
+        return row
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _log(self, row: dict[str, Any], now: float) -> None:
+        rounds, number = self.config.run.rounds, row["round"]
+        left = (now - self.begin) / number * (rounds - number) if number else 0.0
+        score, personal = row["global"], row["personal"]
+        log(
+            INFO,
+            "%5s | %7d | %6d | %6s | %5s | %4s | %8s | %3.0f%% | %5.1f | %7.1f | %3.0f | %3.0f s",
+            f"{number}/{rounds}",
+            row["replies"],
+            len(row["failures"]),
+            "-" if row["loss"] is None else f"{row['loss']:.3f}",
+            "-" if score is None else f"{100 * score['avg']:.1f}",
+            "-" if score is None else f"{100 * score['std']:.1f}",
+            "-" if personal is None else f"{100 * personal['mean']:.1f}",
+            100 * row["keep"],
+            row["bytes_up"] / 1e6,
+            row["bytes_down"] / 1e6,
+            now - self.last,
+            left,
+        )
+
+
+def _timing(round: Round, seconds: float) -> dict[str, Any]:
+    return {
+        "round": round.number,
+        "seconds": seconds,
+        "train_seconds": round.train_seconds,
+        "evaluate_seconds": round.evaluate_seconds,
+    }
+
+
+def _toml(config: Config) -> str:
+    lines = ["[options]", *(f'"{k}" = {_toml_value(v)}' for k, v in config.flat().items())]
+    lines += ["", "[versions]"]
+    for package in ("fedsparse", "flwr", "torch", "numpy"):
+        try:
+            lines.append(f'{package} = "{version(package)}"')
+        except PackageNotFoundError:
+            lines.append(f'{package} = "not installed, run from its source"')
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

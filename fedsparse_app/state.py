@@ -1,0 +1,58 @@
+"""A client's own arrays on disk: they survive a restart and never leave the device."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+__all__ = ["ClientState", "write_atomically"]
+
+
+class ClientState:
+    """Arrays saved per round under ``folder``; the last two rounds are kept.
+
+    Two, because a server that resumes from its checkpoint asks for a round again, and the client
+    must then start from what it had before that round.
+
+    Raises
+    ------
+    ValueError
+        ``client`` cannot be the name of a folder.
+    """
+
+    def __init__(self, root: Path, client: str) -> None:
+        if not re.fullmatch(r"[\w][\w.-]{0,63}", client):
+            raise ValueError(f"client id {client!r}: use up to 64 letters, digits, '.', '_' or '-'")
+        self.folder = root / client
+
+    def load(self, round: int) -> dict[str, Tensor]:
+        """Return what was saved last in a round before ``round``, or nothing."""
+        earlier = [path for number, path in self._saved() if number < round]
+        return load_file(earlier[-1]) if earlier else {}
+
+    def save(self, round: int, arrays: Mapping[str, Tensor]) -> None:
+        """Save ``arrays`` for the rounds after ``round``, all or nothing."""
+        data = save({name: tensor.contiguous() for name, tensor in arrays.items()})
+        write_atomically(self.folder / f"round-{round:06d}.safetensors", data)
+        for number, path in self._saved():
+            if number > round:
+                path.unlink()  # from a future that a resumed server took back
+        for _, path in self._saved()[:-2]:
+            path.unlink()
+
+    def _saved(self) -> list[tuple[int, Path]]:
+        return [(int(p.stem[6:]), p) for p in sorted(self.folder.glob("round-*.safetensors"))]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` so that ``path`` holds either all of it or what it held before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)

@@ -1,0 +1,123 @@
+"""What server and clients both build from the options: data, network, channel map, split."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedsparse_app.config import Config, ConfigError
+from task.channels import ChannelMap
+from task.cost import forward_flops, parameters, training_flops
+from task.data import load
+from task.data.dataset import DataSet, Samples
+from task.data.partition import PartitionOptions, local_split, partition
+from task.models import build, example
+from task.seeding import seeded
+from task.trace import trace
+
+__all__ = ["Workload", "client_ids", "client_share", "device", "split", "workload"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A data set, the dense network with its initial weights, and its channels."""
+
+    data: DataSet
+    model: nn.Module
+    channels: ChannelMap
+    example: torch.Tensor
+
+    @property
+    def score_shape(self) -> tuple[int, int]:
+        """Domains and classes of every score."""
+        return len(self.data.domains), len(self.data.classes)
+
+    def costs(self, network: nn.Module) -> dict[str, float]:
+        """Return ``parameters``, ``flops`` and ``train-flops`` of one sample."""
+        widths = tuple(tuple(p.shape) for p in network.parameters())
+        if widths not in _COSTS:
+            on_cpu = self.example[:1]
+            _COSTS[widths] = {
+                "parameters": parameters(network),
+                "flops": forward_flops(network, on_cpu),
+                "train-flops": training_flops(network, on_cpu),
+            }
+        return dict(_COSTS[widths])
+
+
+_COSTS: dict[tuple[tuple[int, ...], ...], dict[str, float]] = {}
+
+
+def workload(config: Config) -> Workload:
+    """Build the workload, or return the one this process has built before.
+
+    Raises
+    ------
+    ConfigError
+        A package the data set needs is missing, or the method prunes and nothing can be pruned.
+    """
+    try:
+        made = _workload(config.data.name, config.model.name, config.run.seed)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"data.name = {config.data.name!r} needs the package {error.name!r}, "
+            f"which is not installed: pip install {error.name}"
+        ) from None
+    if getattr(config.method, "keep", 1.0) < 1 and not made.channels.groups:
+        why = "; ".join(f"{name}: {reason}" for name, reason in made.channels.pinned.items())
+        raise ConfigError(
+            f"model.name = {config.model.name!r}: no channel group can be sliced ({why}); "
+            f"choose another model or {config.strategy.name}.keep=1.0"
+        )
+    return made
+
+
+@functools.lru_cache(maxsize=2)
+def _workload(data_name: str, model_name: str, seed: int) -> Workload:
+    data = load(data_name)
+    with seeded(seed, "initial weights"):
+        model = build(model_name, data.shape, len(data.classes))
+    inputs = example(model_name, data.shape)
+    return Workload(data, model, trace(model, inputs), inputs)
+
+
+def client_ids(clients: int) -> list[str]:
+    """Return the names of simulated clients, in the order of their shares."""
+    digits = max(2, len(str(clients - 1)))
+    return [f"client-{index:0{digits}d}" for index in range(clients)]
+
+
+@functools.lru_cache(maxsize=2)
+def split(data_name: str, options: PartitionOptions, clients: int) -> tuple[np.ndarray, ...]:
+    """Return the training rows of every client."""
+    return tuple(partition(load(data_name).train, options, clients))
+
+
+def client_share(config: Config, index: int) -> tuple[Samples, Samples]:
+    """Return the training and the test share of client ``index``."""
+    return _client_share(config.data.name, config.partition, config.federation.clients, index)
+
+
+@functools.lru_cache(maxsize=128)
+def _client_share(
+    data_name: str, options: PartitionOptions, clients: int, index: int
+) -> tuple[Samples, Samples]:
+    samples = load(data_name).train
+    train, test = local_split(samples, split(data_name, options, clients)[index], options, index)
+    return samples.take(train), samples.take(test)
+
+
+def device(config: Config) -> torch.device:
+    """Return where to compute.
+
+    Raises
+    ------
+    ConfigError
+        CUDA is asked for and there is none.
+    """
+    found = torch.cuda.is_available()
+    if config.run.device == "cuda" and not found:
+        raise ConfigError("run.device = 'cuda': no CUDA device is visible; use 'auto' or 'cpu'")
+    return torch.device("cuda" if found and config.run.device != "cpu" else "cpu")

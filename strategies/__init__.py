@@ -1,0 +1,39 @@
+"""Methods of federated learning with submodels: one paper, one file, both halves together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.base import SubmodelStrategy
+from strategies.exchange import FederationOptions
+from strategies.fedavg import FedAvg, FedAvgClient, FedAvgOptions
+from strategies.fedfip import FedFIP, FedFIPClient, FedFIPOptions
+from strategies.local import ClientHalf
+
+__all__ = [
+    "STRATEGIES",
+    "FedAvg",
+    "FedAvgClient",
+    "FedAvgOptions",
+    "FedFIP",
+    "FedFIPClient",
+    "FedFIPOptions",
+    "FederationOptions",
+    "Method",
+    "SubmodelStrategy",
+]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: its two halves and its options."""
+
+    server: Callable[..., SubmodelStrategy]
+    client: Callable[..., ClientHalf]
+    options: type[Any]
+
+
+STRATEGIES: dict[str, Method] = {
+    "fedavg": Method(FedAvg, FedAvgClient, FedAvgOptions),
+    "fedfip": Method(FedFIP, FedFIPClient, FedFIPOptions),
+}

@@ -1,0 +1,223 @@
+"""The driver: one Flower ``Strategy`` that says hello, trains, merges and evaluates.
+
+A method subclasses :class:`SubmodelStrategy` and writes ``job`` (which channels and arrays a client
+gets) and ``merge`` (how the answers become the next global model). Messages of different shapes,
+checking of replies and bookkeeping are here and in ``exchange``, once.
+"""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from logging import INFO
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore import log
+from torch import Tensor
+
+from strategies.errors import ShapeError
+from strategies.exchange import Exchange, FederationOptions
+from strategies.records import Hello, Job, Update, decode_scores, decode_update
+from strategies.rounds import Round, check_update, expected_shapes
+from task.channels import ChannelMap, Kept
+from task.submodel import State, extract
+from task.train import Scores
+
+__all__ = ["FederationOptions", "SubmodelStrategy"]
+
+
+class SubmodelStrategy(Strategy):
+    """Server half of every method; abstract in ``job`` and ``merge``.
+
+    Parameters
+    ----------
+    channels : ChannelMap
+        Of the dense global network.
+    federation : FederationOptions
+        Who takes part.
+    options : dataclass
+        The method's own options.
+    seed : int
+        Of client sampling and of whatever the method draws.
+    score_shape : (int, int)
+        Domains and classes of every score.
+    """
+
+    def __init__(
+        self,
+        channels: ChannelMap,
+        federation: FederationOptions,
+        options: Any,
+        *,
+        seed: int,
+        score_shape: tuple[int, int],
+    ) -> None:
+        self.channels, self.federation, self.options = channels, federation, options
+        self.seed, self.score_shape = seed, score_shape
+        self.state: State = {}
+        self.exchange = Exchange(federation, channels, seed)
+        self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
+        self.on_round: Callable[[Round], None] = lambda _: None
+        self._round = Round(0)
+
+    # What a method writes --------------------------------------------------------------------
+
+    @abstractmethod
+    def job(self, client: Hello, round: int) -> Job:
+        """Return what ``client`` is asked to do in ``round``."""
+
+    @abstractmethod
+    def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
+        """Put the updates (sorted by client) into ``self.state``; return what to record."""
+
+    def global_kept(self) -> Kept:
+        """Return the channels of the global network as it is evaluated and saved."""
+        return self.channels.full()
+
+    def uploaded(self, job: Job, update: Update) -> Kept:
+        """Return the channels whose tensors ``update`` carries."""
+        return job.kept
+
+    def validate(self, job: Job, update: Update) -> None:
+        """Raise ``ShapeError`` when the method's own arrays in ``update`` do not fit."""
+
+    def memory(self) -> dict[str, Tensor]:
+        """Return the method's server state beside the model, for the checkpoint."""
+        return {}
+
+    def recall(self, memory: dict[str, Tensor]) -> None:
+        """Take up what ``memory`` returned when the checkpoint was written."""
+
+    # Flower's hooks ------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run ``num_rounds`` rounds; ``on_round`` sees the initial model and every round.
+
+        Raises
+        ------
+        RuntimeError
+            The clients do not appear in time, or ``patience`` rounds went without enough replies.
+        """
+        config, result, self.rounds = train_config or ConfigRecord(), Result(), num_rounds
+        self.state = initial_arrays.to_torch_state_dict()
+        self.exchange.await_clients(grid)
+        self.on_round(Round(0))
+        for number in range(1, num_rounds + 1):
+            begin = time.monotonic()
+            arrays = ArrayRecord(self.state)
+            messages = list(self.configure_train(number, arrays, config, grid))
+            replies = grid.send_and_receive(messages, timeout=timeout)
+            _, metrics = self.aggregate_train(number, replies)
+            self._round.train_seconds = time.monotonic() - begin
+            messages = list(self.configure_evaluate(number, arrays, config, grid))
+            if messages:
+                replies = grid.send_and_receive(messages, timeout=timeout)
+                self.aggregate_evaluate(number, replies)
+            self._round.evaluate_seconds = time.monotonic() - begin - self._round.train_seconds
+            self.on_round(self._round)
+            if metrics is not None:
+                result.train_metrics_clientapp[number] = metrics
+            scored = evaluate_fn(number, ArrayRecord(self.state)) if evaluate_fn else None
+            if scored is not None:
+                result.evaluate_metrics_serverapp[number] = scored
+        result.arrays = ArrayRecord(self.state)
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients and write each its own job."""
+        self.exchange.greet(grid)
+        self._round = Round(server_round)
+        for client in self.exchange.sample(server_round, grid):
+            self._round.jobs[client] = self.job(self.exchange.clients[client], server_round)
+        return self.exchange.messages(self._round.jobs, MessageType.TRAIN, self._round)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check every reply, merge the usable ones in the order of client ids."""
+        round = self._round
+        shapes: dict[int, tuple[Kept, dict[str, tuple[int, ...]]]] = {}
+        for job, content in self.exchange.answers(replies, round):
+            try:
+                update = decode_update(content)
+                kept = self.uploaded(job, update)
+                if id(kept) not in shapes:
+                    shapes[id(kept)] = kept, expected_shapes(self.state, self.channels, kept)
+                check_update(job, update, shapes[id(kept)][1], self.score_shape)
+                self.validate(job, update)
+                round.updates.append(update)
+            except ShapeError as error:
+                round.failures[job.client] = str(error)
+        round.updates.sort(key=lambda update: update.client)
+        round.merged = len(round.updates) >= self.federation.min_replies
+        self.starved = 0 if round.merged else self.starved + 1
+        if self.starved >= self.federation.patience:
+            raise RuntimeError(f"{self.starved} rounds without enough replies; {_blame(round)}")
+        if not round.merged:
+            return None, None
+        round.diagnostics = self.merge(server_round, round.updates)
+        loss = sum(u.loss * u.samples for u in round.updates) / sum(
+            u.samples for u in round.updates
+        )
+        return ArrayRecord(self.state), MetricRecord({"loss": loss, "replies": len(round.updates)})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the global network to this round's clients, where they are to score it."""
+        if self.federation.evaluate_on == "server" or not self.evaluates(server_round):
+            return []
+        kept = self.global_kept()
+        state = extract(self.state, self.channels, kept)
+        jobs = {c: Job(c, server_round, kept, state, kept) for c in self._round.jobs}
+        return self.exchange.messages(jobs, MessageType.EVALUATE, self._round)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Add up the sums that the clients answered."""
+        answers = self.exchange.answers(replies, self._round)
+        total: Scores | None = None
+        for job, content in sorted(answers, key=lambda pair: pair[0].client):
+            try:
+                scores = decode_scores(content)
+            except ShapeError as error:
+                self._round.failures[job.client] = str(error)
+                continue
+            if tuple(scores.total.shape) == self.score_shape:
+                total = scores if total is None else total + scores
+        self._round.scores = total
+        return None if total is None else MetricRecord({"accuracy": total.accuracy()})
+
+    def summary(self) -> None:
+        """Log the method's options as a tree."""
+        log(INFO, "%s", type(self).__name__)
+        for field in fields(self.options):
+            log(INFO, "├── %s: %s", field.name.replace("_", "-"), getattr(self.options, field.name))
+
+    def evaluates(self, round: int) -> bool:
+        """Whether ``round`` is one that gets evaluated."""
+        return round % self.federation.evaluate_every == 0 or round == self.rounds
+
+
+def _blame(round: Round) -> str:
+    for client, reason in sorted(round.failures.items()):
+        hint = ""
+        if "ActorDiedError" in reason:
+            hint = " (a worker process died: too little memory? fewer clients at a time)"
+        return f"{client}: {reason}{hint}"
+    return "no client was available"

@@ -1,0 +1,162 @@
+"""Who is there, and what was sent to whom: Flower nodes on one side, clients by name on the other.
+
+Node ids are random and change when a SuperNode restarts, one node can serve several clients, and
+replies come in any order; above this file there are clients and jobs only.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Annotated, Literal
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from strategies.errors import ShapeError
+from strategies.records import Hello, Job, decode_hellos, encode_job, wire_bytes
+from strategies.rounds import Round
+from task.channels import ChannelMap
+from task.options import Interval, check_options
+from task.seeding import generator
+
+__all__ = ["Exchange", "FederationOptions"]
+
+
+@dataclass(frozen=True)
+class FederationOptions:
+    """Who takes part and who evaluates.
+
+    Parameters
+    ----------
+    clients : int
+        Clients to wait for before round 1.
+    fraction : float
+        Share of the clients sampled in each round.
+    min_replies : int
+        Fewer usable replies leave the global model as it was.
+    patience : int
+        Rounds in a row without ``min_replies`` after which the run fails.
+    timeout, wait : float
+        Seconds for the replies of a round; seconds for the clients to appear.
+    evaluate_every : int
+        Rounds between evaluations; the last round is always evaluated.
+    evaluate_on : str
+        Who scores the global network: ``server`` (test sets) or ``clients`` (their own shares).
+    """
+
+    clients: Annotated[int, Interval(1)] = 20
+    fraction: Annotated[float, Interval(0, 1, open_low=True)] = 1.0
+    min_replies: Annotated[int, Interval(1)] = 2
+    patience: Annotated[int, Interval(1)] = 3
+    timeout: Annotated[float, Interval(1)] = 600.0
+    wait: Annotated[float, Interval(1)] = 120.0
+    evaluate_every: Annotated[int, Interval(1)] = 1
+    evaluate_on: Literal["server", "clients"] = "server"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+class Exchange:
+    """The clients met so far and the messages of the exchange under way."""
+
+    def __init__(self, federation: FederationOptions, channels: ChannelMap, seed: int) -> None:
+        self.federation, self.channels, self.seed = federation, channels, seed
+        self.clients: dict[str, Hello] = {}
+        self._node: dict[str, int] = {}
+        self._met: set[int] = set()
+        self._sent: list[tuple[Message, Job]] = []
+
+    def await_clients(self, grid: Grid) -> None:
+        """Say hello until ``clients`` are there.
+
+        Raises
+        ------
+        RuntimeError
+            They are not there after ``wait`` seconds.
+        """
+        deadline = time.monotonic() + self.federation.wait
+        while len(self.clients) < self.federation.clients:
+            reasons = self.greet(grid)
+            if time.monotonic() > deadline or (reasons and not self.clients):
+                raise RuntimeError(
+                    f"{len(self.clients)} of {self.federation.clients} clients after "
+                    f"{self.federation.wait:g} s: start more SuperNodes or lower federation.clients"
+                    + "".join(f"; hello failed: {reason}" for reason in reasons[:1])
+                )
+            time.sleep(0.1)
+
+    def greet(self, grid: Grid) -> list[str]:
+        """Say hello to nodes not met before; return the reasons of those that failed."""
+        nodes = set(grid.get_node_ids()) - self._met
+        hello = RecordDict({"hello": ConfigRecord({"clients": self.federation.clients})})
+        messages = [Message(hello, node, MessageType.QUERY) for node in sorted(nodes)]
+        reasons = []
+        replies = grid.send_and_receive(messages, timeout=self.federation.wait) if messages else ()
+        for reply in replies:
+            try:
+                hellos = [] if reply.has_error() else decode_hellos(reply.content)
+            except ShapeError as error:
+                reasons.append(str(error))
+                continue
+            if reply.has_error():
+                reasons.append(_reason(reply))
+                continue
+            self._met.add(reply.metadata.src_node_id)
+            for client in hellos:
+                self.clients[client.client] = client
+                self._node[client.client] = reply.metadata.src_node_id
+        for reason in reasons:
+            log(WARNING, "hello failed: %s", reason)
+        return reasons
+
+    def sample(self, round: int, grid: Grid) -> list[str]:
+        """Return the clients of ``round``, sorted: ``fraction`` of all, of those that are there."""
+        alive = set(grid.get_node_ids())
+        available = sorted(client for client, node in self._node.items() if node in alive)
+        wanted = max(1, int(self.federation.fraction * len(self.clients) + 0.5))
+        if wanted >= len(available):
+            return available
+        draw = generator(self.seed, "sample clients", round)
+        order = torch.randperm(len(available), generator=draw)
+        return [available[i] for i in sorted(order[:wanted].tolist())]
+
+    def messages(self, jobs: dict[str, Job], kind: str, round: Round) -> list[Message]:
+        """Write ``jobs`` as messages and count their bytes."""
+        cache: dict[int, ArrayRecord] = {}
+        self._sent = []
+        for client, job in jobs.items():
+            content = encode_job(job, self.channels, cache)
+            round.bytes_down[client] = round.bytes_down.get(client, 0) + wire_bytes(content)
+            message = Message(content, self._node[client], kind, group_id=str(job.round))
+            self._sent.append((message, job))
+        return [message for message, _ in self._sent]
+
+    def answers(self, replies: Iterable[Message], round: Round) -> list[tuple[Job, RecordDict]]:
+        """Match replies with jobs, count their bytes; errors and silence become failures.
+
+        By message id: the sender of an error reply can be the SuperLink instead of the client.
+        """
+        asked = {message.metadata.message_id: job for message, job in self._sent}
+        answers = []
+        for reply in replies:
+            job = asked.pop(reply.metadata.reply_to_message_id, None)
+            if job is None:
+                continue  # not an answer to this exchange, or the second one
+            if reply.has_error():
+                round.failures[job.client] = _reason(reply)
+                continue
+            up = round.bytes_up.get(job.client, 0)
+            round.bytes_up[job.client] = up + wire_bytes(reply.content)
+            answers.append((job, reply.content))
+        for job in asked.values():
+            round.failures[job.client] = f"no reply within {self.federation.timeout:g} s"
+        return answers
+
+
+def _reason(reply: Message) -> str:
+    lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
+    return f"error {reply.error.code}: {lines[-1] if lines else 'no reason given'}"

@@ -1,0 +1,145 @@
+"""The client half of a method: what a participant has, and what it does with a job."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strategies.records import Job, Update
+from task.channels import ChannelMap, Kept
+from task.data.dataset import Samples
+from task.seeding import generator, seeded
+from task.submodel import State, slice_module
+from task.train import Fit, Penalty, Scores, TrainingOptions, evaluate, fit
+
+__all__ = ["ClientHalf", "Memory", "Participant", "cpu_state", "relative"]
+
+
+class Memory(Protocol):
+    """Arrays that a client keeps between rounds and restarts."""
+
+    def load(self, round: int) -> dict[str, Tensor]:
+        """Return what was saved last in a round before ``round``, or nothing."""
+
+    def save(self, round: int, arrays: dict[str, Tensor]) -> None:
+        """Save for the rounds after ``round``, all or nothing."""
+
+
+@dataclass(frozen=True)
+class Participant:
+    """Everything a client has.
+
+    Parameters
+    ----------
+    id : str
+        Stable name.
+    model : nn.Module
+        The dense network with the initial weights that all sides regenerate from the seed.
+    channels : ChannelMap
+        Of ``model``.
+    train, test : Samples
+        Its own shares; both on ``device``.
+    score_shape : (int, int)
+        Domains and classes of every score.
+    training : TrainingOptions
+        Local SGD.
+    seed : int
+        Of the run.
+    memory : Memory
+        Its own persistent arrays.
+    costs : callable
+        Network -> parameters and FLOPs of one sample (``parameters``, ``flops``, ``train-flops``).
+    device : torch.device
+        Where it trains.
+    """
+
+    id: str
+    model: nn.Module
+    channels: ChannelMap
+    train: Samples
+    test: Samples
+    score_shape: tuple[int, int]
+    training: TrainingOptions
+    seed: int
+    memory: Memory
+    costs: Callable[[nn.Module], dict[str, float]]
+    device: torch.device
+
+    def submodel(self, kept: Kept, state: State) -> nn.Module:
+        """Return the network cut down to ``kept`` with the tensors ``state``, on the device."""
+        return slice_module(self.model, self.channels, kept, state).to(self.device)
+
+    def generator(self, purpose: str, round: int) -> torch.Generator:
+        """Return this client's own generator for one purpose in one round."""
+        return generator(self.seed, purpose, round, self.id)
+
+
+class ClientHalf(ABC):
+    """Client half of every method; abstract in ``train``."""
+
+    def __init__(self, me: Participant, options: Any) -> None:
+        self.me, self.options = me, options
+
+    @abstractmethod
+    def train(self, job: Job) -> Update:
+        """Train the submodel that ``job`` describes and answer with what is to be merged."""
+
+    def evaluate(self, job: Job) -> Scores:
+        """Score the network in ``job`` on the client's own test share, without training."""
+        return self.scores(self.me.submodel(job.kept, job.state))
+
+    def fit(self, model: nn.Module, job: Job, penalty: Penalty | None = None) -> Fit:
+        """Train ``model`` in place on the client's own training share."""
+        order = self.me.generator("order of samples", job.round)
+        with seeded(self.me.seed, "local training", job.round, self.me.id):
+            return fit(
+                model, self.me.train, self.me.training, order, round=job.round, penalty=penalty
+            )
+
+    def scores(self, model: nn.Module) -> Scores:
+        """Score ``model`` on the client's own test share."""
+        return evaluate(model, self.me.test, *self.me.score_shape)
+
+    def update(
+        self,
+        job: Job,
+        model: nn.Module,
+        trained: Fit,
+        begin: float,
+        *,
+        state: State | None = None,
+        extras: dict[str, Tensor] | None = None,
+        private: int = 0,
+    ) -> Update:
+        """Build the answer; ``state`` defaults to all tensors of ``model``."""
+        scores = self.scores(model) if job.evaluate else None
+        return Update(
+            client=job.client,
+            round=job.round,
+            state=cpu_state(model) if state is None else state,
+            samples=len(self.me.train),
+            steps=trained.steps,
+            loss=trained.loss / trained.samples,
+            extras=extras or {},
+            scores=scores,
+            costs={
+                **self.me.costs(model),
+                "private": private,
+                "seconds": time.perf_counter() - begin,
+            },
+        )
+
+
+def cpu_state(model: nn.Module) -> State:
+    """Return the tensors of ``model`` detached and on the CPU."""
+    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+
+
+def relative(kept: Kept, within: Kept) -> Kept:
+    """Return where the channels ``kept`` stand among the channels ``within`` that contain them."""
+    return {group: np.searchsorted(within[group], kept[group]) for group in kept}

@@ -1,0 +1,105 @@
+"""What one round was, and which replies may enter it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from strategies.errors import ShapeError
+from strategies.records import Job, Update
+from task.channels import ChannelMap, Kept
+from task.submodel import State
+from task.train import Scores
+
+__all__ = ["Round", "check_update", "expected_shapes"]
+
+
+@dataclass
+class Round:
+    """A round as it happened; the recorder writes it down.
+
+    Parameters
+    ----------
+    number : int
+        0 is the initial model before any training.
+    jobs : dict of str to Job
+        By client id.
+    updates : list of Update
+        The usable ones, sorted by client id.
+    failures : dict of str to str
+        Client id to the reason why its reply does not count.
+    bytes_down, bytes_up : dict of str to int
+        Serialised message bytes by client id.
+    merged : bool
+        False when fewer than ``min-replies`` came: the global model stayed as it was.
+    diagnostics : dict
+        The method's own numbers.
+    scores : Scores or None
+        The global network as scored by the clients, where they do it.
+    train_seconds, evaluate_seconds : float
+        Wall time of the two exchanges.
+    """
+
+    number: int
+    jobs: dict[str, Job] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    bytes_down: dict[str, int] = field(default_factory=dict)
+    bytes_up: dict[str, int] = field(default_factory=dict)
+    merged: bool = False
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+    scores: Scores | None = None
+    train_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+
+
+def expected_shapes(state: State, channels: ChannelMap, kept: Kept) -> dict[str, tuple[int, ...]]:
+    """Return the shape each tensor of ``state`` has when cut down to ``kept``."""
+    shapes = {}
+    for name, tensor in state.items():
+        index = channels.index(name, kept)
+        shapes[name] = tuple(
+            full if rows is None else len(rows)
+            for full, rows in zip(tensor.shape, index, strict=True)
+        )
+    return shapes
+
+
+def check_update(
+    job: Job,
+    update: Update,
+    shapes: Mapping[str, tuple[int, ...]],
+    score_shape: tuple[int, int],
+) -> None:
+    """Refuse an update that cannot be the answer to ``job``.
+
+    Raises
+    ------
+    ShapeError
+        Wrong client or round, missing, extra or wrongly shaped tensors, NaN or infinite values.
+    """
+    if (update.client, update.round) != (job.client, job.round):
+        raise ShapeError(
+            f"answers for {update.client} round {update.round}, "
+            f"asked was {job.client} round {job.round}"
+        )
+    if missing := shapes.keys() - update.state.keys():
+        raise ShapeError(f"{min(missing)}: missing from the update ({len(missing)} missing)")
+    if extra := update.state.keys() - shapes.keys():
+        raise ShapeError(f"{min(extra)}: not a tensor of this model ({len(extra)} extra)")
+    for name, shape in shapes.items():
+        tensor = update.state[name]
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.dtype != job.state[name].dtype:
+            raise ShapeError(f"{name}: {tensor.dtype}, expected {job.state[name].dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ShapeError(f"{name}: NaN or infinite values")
+    if update.samples < 1 or update.steps < 1 or not abs(update.loss) < float("inf"):
+        raise ShapeError(
+            f"samples {update.samples}, steps {update.steps}, loss {update.loss}: "
+            "must be positive and finite"
+        )
+    if update.scores is not None and tuple(update.scores.total.shape) != score_shape:
+        raise ShapeError(f"scores: shape {tuple(update.scores.total.shape)}, not {score_shape}")

@@ -1,0 +1,32 @@
+"""Data sets by name; one file each, one line in the table."""
+
+import difflib
+import functools
+from collections.abc import Callable
+
+from task.data import digits
+from task.data.dataset import DataSet, Samples
+from task.errors import DataError
+
+__all__ = ["DATASETS", "DataSet", "Samples", "load"]
+
+DATASETS: dict[str, Callable[[], DataSet]] = {
+    "digits": digits.load,
+}
+
+
+# Workers of a simulation answer many messages. Samples are never changed in place.
+@functools.cache
+def load(name: str) -> DataSet:
+    """Return a data set of the table; the same object when asked again in this process.
+
+    Raises
+    ------
+    DataError
+        If the table has no such name.
+    """
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"unknown data set {name!r}{hint}; known: {', '.join(DATASETS)}")
+    return DATASETS[name]()
