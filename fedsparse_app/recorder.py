@@ -87,6 +87,7 @@ class Recorder:
         network = slice_module(self.work.model, channels, kept)
         costs = self.work.costs(network)
         samples = sum(u.samples for u in round.updates)
+        keep = sum(len(index) for index in kept.values()) / max(1, channels.size)
         uploads = [self.strategy.uploaded(round.jobs[u.client], u) for u in round.updates]
         return {
             "round": round.number,
@@ -99,10 +100,12 @@ class Recorder:
             "loss": sum(u.loss * u.samples for u in round.updates) / samples if samples else None,
             "global": None if scores is None else self._accuracy(scores),
             "personal": self._personal(round),
-            "keep": sum(len(index) for index in kept.values()) / max(1, channels.size),
+            "keep": keep,
             "width": {group: len(index) for group, index in kept.items()},
             "parameters": int(costs["parameters"]),
-            "parameters_mask_counted": mask_counted_parameters(state, channels, kept),
+            "parameters_mask_counted": mask_counted_parameters(
+                channels, self.work.model, keep
+            ),
             "flops": int(costs["flops"]),
             "train_flops": int(costs["train-flops"]),
             "bytes_down": sum(round.bytes_down.values()),

@@ -26,7 +26,7 @@ DEFINITIONS = {
     "STD": "their spread over the domains, n - 1 in the denominator",
     "global last": "the last round in which the global network was evaluated",
     "global best": "the round with the highest AVG, the first of equals; STD is of the same round",
-    "personal last": "each client's latest evaluation of its own network; mean and minimum of these",
+    "personal last": "each client's latest evaluation of its own network; mean and minimum",
     "personal best": "the same after each round that evaluated clients, from when each had been "
     "evaluated once; the round with the highest mean",
     "keep": "fraction of the channels in the global network, after the last round",

@@ -38,7 +38,6 @@ COMPARED = {
     "personal_last",
     "personal_best",
     "personal_min",
-    "keep",
     "bytes_up",
     "bytes_down",
     "seconds",
@@ -66,7 +65,7 @@ def comparison_table(runs: Sequence[Run]) -> Table:
     for apart, group in recipes(runs):
         seeds = {run.options.get("run.seed") for run in group}
         numbers = mean_and_spread([summarise(run) for run in group])
-        own = " ".join(f"{k}={v}" for k, v in apart.items() if k != "strategy.name")
+        own = "\n".join(f"{k}={v}" for k, v in apart.items() if k != "strategy.name")
         cells = (_with_spread(numbers.get(field), kind) for *_, field, kind in columns)
         table.add_row(group[0].strategy, own, str(len(seeds)), *cells)
     return table
@@ -74,7 +73,7 @@ def comparison_table(runs: Sequence[Run]) -> Table:
 
 def _terminal_table(numbers: Sequence[str], **words: Literal["fold", "ellipsis"]) -> Table:
     """Return an empty table: columns of words by what happens to long ones, then of numbers."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     for heading, overflow in words.items():
         table.add_column(heading, overflow=overflow, min_width=8)
     for heading in numbers:
@@ -98,9 +97,9 @@ def written(value: float | None, kind: str) -> str:
     if kind == "fraction":
         return f"{value:.3f}"
     if kind == "megabytes":
-        return f"{value / 1e6:.2f}"
+        return f"{value / 1e6:.2f}" if value < 1e9 else f"{value / 1e6:.0f}"
     if kind == "seconds":
-        return f"{value:.1f}"
+        return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
     if kind == "large" and value >= 1e6:
         return f"{value / 1e6:.2f}M"
     return f"{value:.0f}"

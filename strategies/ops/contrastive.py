@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from strategies.errors import ShapeError
-from strategies.ops.fisher import evaluating, gate_gradients, open_gates
+from strategies.ops.gradients import evaluating, gate_gradients, unpruned
 from task.channels import Bools, ChannelMap
 from task.gates import gated
 
@@ -232,8 +232,8 @@ def structural_loss(
     if mode == "none" or not _comparable(prototypes, domain):
         return None
     with evaluating(model):
-        gates = open_gates(model, cmap, len(x))
-        g = gate_gradients(model, cmap, x, y, gates, create_graph=mode == "double")
+        whole = unpruned(model, cmap)
+        g = gate_gradients(model, x, y, whole, create_graph=mode == "double")
         fisher = g.square().mean(0).requires_grad_()
         v = signature(fisher, mask, cmap, norm=norm)
         loss = contrastive_loss(v, prototypes, domain, tau)

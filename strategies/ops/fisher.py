@@ -1,35 +1,24 @@
 """Fisher information per channel: how much the task loss depends on it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from strategies.errors import ShapeError
+from strategies.ops.filters import filter_squares
+from strategies.ops.gradients import (
+    Pruning,
+    evaluating,
+    first_parameter,
+    gate_gradients,
+    prune,
+    unpruned,
+)
 from task.channels import ChannelMap
 from task.data.dataset import Samples
-from task.gates import gated
 
-__all__ = [
-    "evaluating",
-    "federate",
-    "gate_fisher",
-    "gate_gradients",
-    "open_gates",
-    "pool",
-    "renew",
-    "weight_fisher",
-]
-
-CLOSED = 2.0**-20
-"""Gate of a pruned channel whose weights are present.
-
-At exactly 0 autograd takes the derivative of ReLU to be 0 and the channel would get no Fisher
-information however much it matters. Any positive value gives the one-sided derivative at 0+; this
-one changes the other channels' input by a millionth, and floating point loses no digits by it.
-"""
+__all__ = ["federate", "gate_fisher", "pool", "renew", "weight_fisher"]
 
 
 def gate_fisher(
@@ -43,9 +32,9 @@ def gate_fisher(
     """Measure the Fisher information of every channel's gate, per domain.
 
     ``F_j^(k) = mean over x of domain k of (dL_x / dm_j)^2`` at ``m = 1``, where ``m_j`` multiplies
-    channel j behind its normalisation. One backward pass per batch serves all channels and domains:
-    each sample has its own row of gates, and in eval mode samples do not see each other. (Squaring
-    the gradient of the batch mean instead would shrink F like 1/N and change the ranking.)
+    channel j behind its normalisation. One backward pass per batch serves all channels and domains,
+    because each sample has its own row of gates. (Squaring the gradient of the batch mean instead
+    would shrink F like 1/N and change the ranking.)
 
     Parameters
     ----------
@@ -74,74 +63,11 @@ def gate_fisher(
     Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018; Liu et al.,
     Group Fisher Pruning, ICML 2021 (tied channels: the square of the summed gradients).
     """
-    sums = _DomainSums()
-    with evaluating(model):
-        for index in torch.arange(len(samples)).split(batch):
-            rows = samples.take(index.numpy()).to(_first(model).device)
-            gates = open_gates(model, cmap, len(index), closed)
-            g = gate_gradients(model, cmap, rows.inputs(slice(None)), rows.y, gates)
-            sums.add(g.detach().square(), rows.domain)
-    return sums.means()
 
+    def squares(x: Tensor, y: Tensor, pruning: Pruning) -> Tensor:
+        return gate_gradients(model, x, y, pruning).square()
 
-def gate_gradients(
-    model: nn.Module,
-    cmap: ChannelMap,
-    x: Tensor,
-    y: Tensor,
-    gates: Mapping[str, Tensor],
-    *,
-    create_graph: bool = False,
-) -> Tensor:
-    """Return the gradient of each sample's cross-entropy with respect to its own row of gates.
-
-    Parameters
-    ----------
-    x : (N, *shape) tensor
-    y : (N,) int64 tensor
-    gates : mapping of group to (N, W) tensor
-        All groups, each requiring gradients.
-    create_graph : bool
-        Whether the result can be differentiated with respect to the weights.
-
-    Returns
-    -------
-    (N, C) tensor
-    """
-    with gated(model, cmap, gates):
-        logits = model(x)
-    # The sum keeps each sample's own gradient; the mean would divide all of them by N.
-    loss = cross_entropy(logits, y, reduction="sum")
-    grads = torch.autograd.grad(
-        loss, [gates[name] for name in cmap.groups], create_graph=create_graph
-    )
-    return torch.cat(grads, dim=1)
-
-
-def open_gates(
-    model: nn.Module, cmap: ChannelMap, count: int, closed: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return ``count`` rows of gates that require gradients: 1, or nearly 0 where ``closed``.
-
-    They are float32 at least: gradients of well classified samples vanish in half precision.
-    """
-    like = _first(model)
-    closed = closed or {}
-    for name, shut in closed.items():
-        if shut.shape != (cmap.groups.get(name, -1),):
-            raise ShapeError(
-                f"closed[{name!r}]: shape {tuple(shut.shape)}; the groups and their widths are "
-                f"{cmap.groups}"
-            )
-    gates = {}
-    for name, width in cmap.groups.items():
-        gate = torch.ones(
-            count, width, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32)
-        )
-        if name in closed:
-            gate[:, closed[name].to(like.device)] = CLOSED
-        gates[name] = gate.requires_grad_()
-    return gates
+    return _per_domain(squares, model, cmap, samples, closed, batch)
 
 
 def weight_fisher(
@@ -154,42 +80,45 @@ def weight_fisher(
 ) -> dict[int, Tensor]:
     """Measure the Fisher information of every channel's filter, per domain.
 
-    ``F_j^(k) = mean over x of domain k of ||dL_x / dW_j||^2 / |W_j|``, where ``W_j`` are the weights
-    that write channel j (all layers of its group, without bias and normalisation). The division
-    by their number lets groups compare; wide layers would win by size otherwise.
+    ``F_j^(k) = mean over x of domain k of ||dL_x / dW_j||^2 / |W_j|``, where ``W_j`` are the
+    weights that write channel j. The division by their number lets groups compare; wide layers
+    would win by size otherwise.
 
-    The gradient of a ``closed`` channel's filter vanishes with its gate; divided by the gate it is
-    the filter's gradient behind an open gate in the pruned network, exactly.
-
-    Parameters, returns and raises are those of `gate_fisher`.
+    Parameters, returns and raises are those of `gate_fisher`. A ``closed`` channel gets the value
+    of its filter behind an open gate in the pruned network.
     """
 
+    def squares(x: Tensor, y: Tensor, pruning: Pruning) -> Tensor:
+        return filter_squares(model, cmap, x, y, pruning)
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, without autocast; restore all of it afterwards.
+    return _per_domain(squares, model, cmap, samples, closed, batch)
 
-    Inside, BatchNorm works on copies of its statistics, so that a graph built here stays valid when
-    a later training step updates them in place.
-    """
-    modes = {module: module.training for module in model.modules()}
-    buffers = [
-        (module, name, buffer)
-        for module in modes
-        for name, buffer in module.named_buffers(recurse=False)
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-    ]
-    try:
-        model.eval()
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer.clone())
-        with torch.autocast(_first(model).device.type, enabled=False):
-            yield
-    finally:
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)
-        for module, training in modes.items():
-            module.training = training
+
+def _per_domain(
+    squares: Callable[[Tensor, Tensor, Pruning], Tensor],
+    model: nn.Module,
+    cmap: ChannelMap,
+    samples: Samples,
+    closed: Mapping[str, Tensor] | None,
+    batch: int,
+) -> dict[int, Tensor]:
+    """Average per-sample rows by domain, summed in double precision on the CPU."""
+    device = first_parameter(model).device
+    sums: dict[int, Tensor] = {}
+    counts = samples.domain.unique(return_counts=True)
+    with evaluating(model):
+        pruning = unpruned(model, cmap)
+        for start in range(0, len(samples), batch):
+            rows = slice(start, start + batch)
+            x, y = samples.inputs(rows).to(device), samples.y[rows].to(device)
+            if closed and start == 0:
+                pruning = prune(model, cmap, closed, x)
+            found = squares(x, y, pruning).detach().cpu().double()
+            domain = samples.domain[rows].cpu()
+            for k in domain.unique().tolist():
+                sums[k] = sums.get(k, torch.zeros(cmap.size)) + found[domain == k].sum(0)
+    counted = dict(zip(*(part.tolist() for part in counts), strict=True))
+    return {k: (sums[k] / counted[k]).float() for k in sorted(sums)}
 
 
 def pool(per_domain: Mapping[int, Tensor], counts: Mapping[int, int]) -> Tensor:
@@ -306,24 +235,3 @@ def renew(
 def _drift(new: Tensor, old: Tensor) -> float:
     scale = float(old.double().sum())
     return float(new.double().sum()) / scale if scale > 0 else 1.0
-
-
-class _DomainSums:
-    """Sums of per-sample rows by domain, in double precision on the CPU."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}
-        self._counts: dict[int, int] = {}
-
-    def add(self, rows: Tensor, domain: Tensor) -> None:
-        for k in domain.unique().tolist():
-            part = rows[domain == k].cpu().double().sum(0)
-            self._sums[k] = self._sums.get(k, 0) + part
-            self._counts[k] = self._counts.get(k, 0) + int((domain == k).sum())
-
-    def means(self) -> dict[int, Tensor]:
-        return {k: (self._sums[k] / self._counts[k]).float() for k in sorted(self._sums)}
-
-
-def _first(model: nn.Module) -> Tensor:
-    return next(model.parameters())

@@ -99,8 +99,9 @@ def _folder() -> Path:
 
 def _read(path: Path) -> Arrays | None:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        # Opened here, because np.load leaves a damaged file open.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except _DAMAGED as error:

@@ -19,7 +19,8 @@ def generator(seed: int, purpose: str, *index: int) -> np.random.Generator:
     index : int, >= 0
         Which of several, e.g. the client.
     """
-    return np.random.default_rng([seed, zlib.crc32(purpose.encode()), *index])
+    # The length is there because numpy takes [1, 2] and [1, 2, 0] for the same seed.
+    return np.random.default_rng([seed, zlib.crc32(purpose.encode()), len(index), *index])
 
 
 def shares(total: int, weight: np.ndarray) -> np.ndarray:

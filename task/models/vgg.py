@@ -4,6 +4,8 @@ Very Deep Convolutional Networks for Large-Scale Image Recognition. Simonyan, Zi
 https://arxiv.org/abs/1409.1556
 """
 
+from collections import OrderedDict
+
 from torch import nn
 
 from task.models.shapes import image_shape
@@ -39,5 +41,10 @@ def vgg11(shape: tuple[int, ...], classes: int) -> nn.Module:
             inputs = outputs
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(
-        nn.Sequential(*layers), nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(512, classes)
+        OrderedDict(
+            features=nn.Sequential(*layers),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(1),
+            classifier=nn.Linear(512, classes),
+        )
     )

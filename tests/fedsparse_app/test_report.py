@@ -122,6 +122,12 @@ def _partition() -> dict[str, object]:
 
 
 @pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes half a second a picture; only some tests look at pictures."""
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Run:
     return read_run(make_run(tmp_path / "a-run"))
 
@@ -225,10 +231,8 @@ def test_a_report_lands_in_the_folder_with_its_plots_and_leaves_no_draft(tmp_pat
     assert {path.name for path in folder.iterdir()} == {*names, *kept}
 
 
-def test_without_matplotlib_there_is_a_report_and_a_hint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+@pytest.mark.usefixtures("no_plots")
+def test_without_matplotlib_there_is_a_report_and_a_hint(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     assert report([make_run(tmp_path / "r")], console) == []
     assert "pip install matplotlib" in console.export_text()
@@ -278,6 +282,7 @@ def test_runs_that_differ_in_the_seed_are_one_recipe(tmp_path: Path) -> None:
     assert mean_and_spread([summarise(other)])["avg_last"] == (pytest.approx(0.7), None)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_several_runs_are_compared_on_the_terminal(tmp_path: Path) -> None:
     folders = [
         make_run(tmp_path / f"seed-{seed}", accuracy=(None, (a, a)), **{"run.seed": seed})
@@ -293,14 +298,13 @@ def test_several_runs_are_compared_on_the_terminal(tmp_path: Path) -> None:
     assert str(tmp_path / "seed-2" / "report.md") in text.replace("\n", "")
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_narrow_terminal_cuts_no_number_off(tmp_path: Path) -> None:
     console = Console(record=True, width=40)
     report([make_run(tmp_path / "1234567890123456789-fedfip-digits")], console)
     row = next(line for line in console.export_text().splitlines() if "fedfip " in line)
-    assert row.split()[-17:] == (
-        "3 70.00 80.00 14.14 56.67 70.00 50.00 0.750 640 600 1.50M "
-        "15.00 17.00 3.00 4.00 6.0 0".split()
-    )
+    accuracy, cost = "3 70.00 80.00 14.14 56.67 70.00 50.00", "0.750 640 600 1.50M"
+    assert " ".join(row.split()[-17:]) == f"{accuracy} {cost} 15.00 17.00 3.00 4.00 6.0 0"
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_said(tmp_path: Path) -> None:
@@ -316,6 +320,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_said(tmp_path: Path) -> None:
     assert "unfinished: 2 of 3 rounds are there" in run.notes
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_cut_line_alone_is_no_error(tmp_path: Path) -> None:
     path = make_run(tmp_path / "r") / "timing.jsonl"
     path.write_text(path.read_text()[:-5])
@@ -324,6 +329,7 @@ def test_a_cut_line_alone_is_no_error(tmp_path: Path) -> None:
     assert "timing.jsonl: the last line (4) is cut off" in console.export_text()
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_an_unfinished_run_is_reported_and_is_an_error(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", **{"run.rounds": 10})
     problems = report([folder], Console(record=True, width=200))
@@ -331,6 +337,7 @@ def test_an_unfinished_run_is_reported_and_is_an_error(tmp_path: Path) -> None:
     assert "**unfinished: 3 of 10 rounds are there**" in (folder / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

@@ -136,7 +136,7 @@ def test_the_table_names_the_functions() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_whole_list() -> None:
-    with pytest.raises(DataError, match="'resnet-18'.*did you mean 'resnet18'") as caught:
+    with pytest.raises(DataError, match=r"'resnet-18'.*did you mean 'resnet18'") as caught:
         build("resnet-18", (3, 32, 32), 10)
     assert all(name in str(caught.value) for name in MODELS)
     with pytest.raises(DataError, match="did you mean"):
@@ -144,7 +144,9 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_whole_list() -> No
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (0, 64), (3, 4, 64), (0, 64, 64), (1, 3, 8, 8)])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (2, 0), (0, 64), (3, 4, 64), (0, 64, 64), (1, 3, 8, 8)]
+)
 def test_a_shape_that_a_network_cannot_take_is_named_with_it(
     name: str, shape: tuple[int, ...]
 ) -> None:

@@ -7,6 +7,7 @@ atoms; what is connected in the end is one channel. `None` stands for an axis of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -57,8 +58,9 @@ class Site:
 class Ledger:
     """Everything one run of the network told."""
 
-    owners: list[tuple[str, int, int]] = field(default_factory=list)  # tensor, axis, first atom
-    starts: list[int] = field(default_factory=list)
+    state: dict[str, Value] = field(default_factory=dict)  # parameters and buffers
+    owners: list[tuple[str, int]] = field(default_factory=list)  # tensor and axis of a run of atoms
+    starts: list[int] = field(default_factory=list)  # its first atom
     size: int = 1
     ties: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=list)
     pins: list[tuple[NDArray[np.int64], str]] = field(default_factory=list)
@@ -73,11 +75,12 @@ class Ledger:
         """Give every coordinate of a parameter or buffer its atoms."""
         axes = []
         for axis, length in enumerate(shape):
-            self.owners.append((tensor, axis, self.size))
+            self.owners.append((tensor, axis))
             self.starts.append(self.size)
             axes.append(np.arange(self.size, self.size + length))
             self.size += length
-        return Value(tuple(axes), data=False)
+        self.state[tensor] = Value(tuple(axes), data=False)
+        return self.state[tensor]
 
     def tie(self, first: Labels, second: Labels, reason: str) -> None:
         """Two axes carry the same channels; an axis of fixed size pins the other."""
@@ -93,19 +96,27 @@ class Ledger:
             self.pins.append((labels, reason))
 
     def doubt(self, labels: Labels, reason: str) -> None:
-        """Dropping these coordinates is not the same as setting them to zero."""
+        """Note that dropping these coordinates is not the same as setting them to zero."""
         if labels is not None:
             self.doubts.append((labels, reason))
+
+    def atoms(self, place: int) -> NDArray[np.int64]:
+        """Atoms of one axis of one parameter or buffer, by its number in `owners`."""
+        end = self.starts[place + 1] if place + 1 < len(self.starts) else self.size
+        return np.arange(self.starts[place], end)
+
+    def role_of(self, labels: NDArray[np.int64]) -> str | None:
+        """Return what the parameter that owns these atoms does with them."""
+        return self.roles.get(self.owners[bisect_right(self.starts, int(labels[0])) - 1])
 
     def role(self, value: Value, axis: int, role: str) -> None:
         """Note what a parameter does with an axis; activations carry no roles."""
         labels = value.axes[axis]
         if value.data or labels is None or len(labels) == 0:
             return
-        owner = int(np.searchsorted(self.starts, labels[0], side="right")) - 1
+        owner = bisect_right(self.starts, int(labels[0])) - 1
         if owner >= 0:
-            tensor, tensor_axis, _ = self.owners[owner]
-            self.roles.setdefault((tensor, tensor_axis), role)
+            self.roles.setdefault(self.owners[owner], role)
 
     def tensors(self, labels: Labels) -> set[str]:
         """Names of the parameters and buffers that own these atoms."""
@@ -120,7 +131,7 @@ class Ledger:
         return frozenset({len(self.sites) - 1})
 
     def read(self, value: Value, axis: int) -> None:
-        """A layer reads the channels on `axis`, so that gates must have been applied by now."""
+        """Note that a layer reads the channels on `axis`: gates must have been applied by now."""
         if value.axes[axis] is None:
             return
         for number in value.gates:
@@ -129,7 +140,7 @@ class Ledger:
             site.hidden |= site.output is None
 
     def leave(self, module: str, value: Value) -> None:
-        """A module returned `value`: the sites opened in it and still visible become gates."""
+        """Note that a module returned `value`: sites opened in it and still visible are gates."""
         self.outputs.setdefault(module, []).append(value.axes)
         for number in value.gates:
             site = self.sites[number]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from task.trace_labels import Labels, Ledger, Value
+from task.tracing.labels import Labels, Ledger, Value
 
-__all__ = ["Op", "Rule", "tensors_in"]
+__all__ = ["MEETS_FIXED", "Op", "Rule", "tensors_in"]
+
+MEETS_FIXED = "meets an axis of fixed size in {}"
 
 
 def tensors_in(thing: object) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
+    """Yield every tensor in nested lists, tuples, dicts and dataclasses."""
     if isinstance(thing, Tensor):
         yield thing
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        yield from tensors_in(vars(thing))
     elif isinstance(thing, dict):
         for value in thing.values():
             yield from tensors_in(value)
@@ -32,7 +37,6 @@ class Op:
     ----------
     func : the operator
     args, kwargs : what it was called with
-    result : what it returned
     known : id of a tensor -> what is known about it
     ledger : where rules write
     """
@@ -40,9 +44,8 @@ class Op:
     def __init__(
         self,
         func: torch._ops.OpOverload[..., Any],
-        args: Sequence[Any],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        result: object,
         known: dict[int, Value],
         ledger: Ledger,
     ) -> None:
@@ -50,10 +53,17 @@ class Op:
         self.name = func._schema.name.removeprefix("aten::")
         if self.name.endswith("_") and not self.name.endswith("__"):
             self.name = self.name[:-1]  # relu_ is relu
-        self.outputs = list(tensors_in(result))
+        self.outputs: list[Tensor] = []
+        self.shapes = {id(tensor): tuple(tensor.shape) for tensor in tensors_in([args, kwargs])}
         self.known, self.ledger = known, ledger
         names = [argument.name for argument in func._schema.arguments]
         self.named = {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def run(self) -> Any:
+        """Call the operator and remember its outputs."""
+        result = self.func(*self.args, **self.kwargs)
+        self.outputs = list(tensors_in(result))
+        return result
 
     def __getitem__(self, name: str) -> Any:
         return self.named[name]
@@ -64,32 +74,36 @@ class Op:
         return default if value is None else value
 
     def look(self, tensor: Tensor) -> Value:
-        """What is known about a tensor; a constant has axes of fixed size."""
+        """Return what is known about a tensor; a constant has axes of fixed size."""
         return self.known.get(id(tensor)) or Value((None,) * tensor.ndim, data=False)
 
     def value(self, name: str) -> Value:
-        """What is known about a tensor argument."""
+        """Return what is known about a tensor argument."""
         return self.look(self.named[name])
 
     def has(self, name: str) -> bool:
-        """True if a tensor was given for this argument."""
+        """Tell whether a tensor was given for this argument."""
         return isinstance(self.named.get(name), Tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor argument as it was before the operation; views never change it."""
-        return tuple(self.named[name].shape)
+        """Shape of a tensor argument before the operation, which may work in place."""
+        return self.shapes[id(self.named[name])]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor argument."""
-        return list(tensors_in([list(self.args), self.kwargs]))
+        return list(tensors_in([self.args, self.kwargs]))
 
     def values(self) -> list[Value]:
-        """What is known about every tensor argument."""
+        """Return what is known about every tensor argument."""
         return [self.look(tensor) for tensor in self.tensors()]
 
     def plain(self, number: int = 0, data: bool = True) -> Value:
         """Output `number` without channels."""
         return Value((None,) * self.outputs[number].ndim, data)
+
+    def first(self, value: Value) -> list[Value]:
+        """Give the first output its value; the others are statistics without channels."""
+        return [value, *(self.plain(k) for k in range(1, len(self.outputs)))]
 
     def give_up(self) -> Value:
         """Pin whatever the operation touches and remember which tensors those are."""
@@ -101,7 +115,7 @@ class Op:
         return self.plain()
 
     def written(self, axes: tuple[Labels, ...], cause: str = "") -> Value:
-        """An output that is not zero where its inputs are: a new place for a gate."""
+        """Describe an output that is not zero where its inputs are: a new place for a gate."""
         return Value(axes, True, self.ledger.site(axes, cause))
 
 

@@ -1,0 +1,181 @@
+"""Find the channel groups of any network by running it once.
+
+The network runs eagerly on an example while a dispatch mode sees every ATen operation. Axes carry
+integer labels, operations add equalities between labels, and what is connected in the end is one
+channel (`task.tracing`). Python control flow is no obstacle. What the rules do not know is kept
+whole and listed in `ChannelMap.pinned`; what they claim is checked by slicing the network, so that
+a map may be too careful but is not wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from task.channels import ChannelMap
+from task.errors import DataError
+from task.skeleton import copy_around
+from task.tracing.groups import build
+from task.tracing.labels import Ledger, Value
+from task.tracing.op import Op, tensors_in
+from task.tracing.proof import prove, without
+from task.tracing.rules import apply
+
+__all__ = ["trace"]
+
+WHOLE_MODULES: dict[type[nn.Module], str] = {
+    nn.RNNBase: "belongs to a recurrent layer, which runs as one operation of a fixed hidden size",
+    nn.MultiheadAttention: "belongs to nn.MultiheadAttention, which cannot lose heads",
+}
+
+
+def trace(
+    model: nn.Module,
+    example: Tensor | tuple[Tensor, ...],
+    *,
+    pin: Collection[str] = (),
+    inexact: bool = False,
+    verify: bool = True,
+) -> ChannelMap:
+    """Map the channel groups of a network.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any network; it is left as it is, in the same mode, and so is the random state.
+    example : (n, …) tensor or tuple of tensors
+        Inputs of a valid size; two samples are enough.
+    pin : collection of str
+        Groups to keep whole, by name.
+    inexact : bool
+        Keep groups of which dropping a channel is not the same as zeroing it (a LayerNorm runs
+        over them); otherwise they are pinned.
+    verify : bool
+        Slice random halves of the groups and compare with the gated network; a group for which
+        they differ by more than 1e-5 is pinned.
+
+    Returns
+    -------
+    ChannelMap
+        Groups in the order in which they are first written.
+
+    Raises
+    ------
+    DataError
+        If `pin` names a group that does not exist.
+    """
+    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+    with _quiet(model):
+        cmap = build(_record(model, inputs), inexact)
+        cmap = without(cmap, dict.fromkeys(pin, "pinned by the caller"))
+        return prove(model, cmap, inputs) if verify else cmap
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Keep the random state, compute no gradients, and let fused attention fall apart."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng(list(devices)), torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def _record(model: nn.Module, inputs: tuple[Tensor, ...]) -> Ledger:
+    """Run a copy of the modules, which shares the parameters, and write down what happens."""
+    twin = copy_around(model, {id(tensor): tensor for tensor in model.parameters()}).eval()
+    recorder = _Recorder()
+    for name, tensor in twin.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            recorder.add(name, tensor)
+    for name, module in twin.named_modules():
+        _watch(name, module, recorder)
+        for kind, reason in WHOLE_MODULES.items():
+            if isinstance(module, kind):
+                recorder.pin([*module.parameters()], reason)
+    recorder.feed(inputs)
+    with recorder:
+        outputs = twin(*inputs)
+    results = list(tensors_in(outputs))
+    if not results:
+        raise DataError(
+            f"the network returned {type(outputs).__name__} without tensors; to be traced it must "
+            "return tensors, alone or in lists, tuples, dicts or dataclasses"
+        )
+    recorder.pin(results, "are the outputs of the network")
+    return recorder.ledger
+
+
+def _watch(name: str, module: nn.Module, recorder: _Recorder) -> None:
+    """Note when the module starts and what it returns."""
+    ledger = recorder.ledger
+
+    def enter(_module: nn.Module, _args: object) -> None:
+        ledger.stack.append(name)
+
+    def leave(_module: nn.Module, _args: object, result: object) -> None:
+        ledger.stack.pop()
+        if isinstance(result, Tensor):
+            ledger.leave(name, recorder.look(result))
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Applies the rule of every operation while the network runs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say no: to be skipped by a compiler nobody uses here, torch would import it (seconds)."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger()
+        self.known: dict[int, Value] = {}
+        self.alive: list[Tensor] = []  # Python reuses the id of a tensor that is gone
+
+    def look(self, tensor: Tensor) -> Value:
+        return self.known.get(id(tensor)) or Value((None,) * tensor.ndim, data=False)
+
+    def learn(self, tensor: Tensor, value: Value) -> None:
+        self.known[id(tensor)] = value
+        self.alive.append(tensor)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Register a tensor of the state; shared parameters have several names."""
+        if id(tensor) in self.known:
+            self.ledger.state[name] = self.known[id(tensor)]
+        else:
+            self.learn(tensor, self.ledger.register(name, tensor.shape))
+
+    def feed(self, inputs: tuple[Tensor, ...]) -> None:
+        for tensor in tensors_in(inputs):
+            self.learn(tensor, Value((None,) * tensor.ndim))
+
+    def pin(self, tensors: list[Tensor], reason: str) -> None:
+        for tensor in tensors:
+            for axis in self.look(tensor).axes:
+                self.ledger.pin(axis, reason)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        op = Op(func, args, kwargs or {}, self.known, self.ledger)
+        result = op.run()
+        for tensor, value in zip(op.outputs, apply(op), strict=True):
+            self.learn(tensor, value)
+        return result

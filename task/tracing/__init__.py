@@ -1,0 +1,1 @@
+"""What `task.trace` is made of: labels, rules per operation, groups, proof."""
