@@ -160,7 +160,7 @@ def _coverage(run: Run) -> str:
         return "No round tells how many clients sent each entry."
     cover = {int(clients): int(entries) for clients, entries in told[-1]["coverage"].items()}
     total = sum(cover.values()) or 1
-    parts = [f"{k}: {v} ({100 * v / total:.1f} %)" for k, v in sorted(cover.items())]
+    parts = [f"{k}: {v} ({100 * v / total:.1f} %)" for k, v in sorted(cover.items()) if v]
     return (
         f"Round {told[-1]['round']}: {cover.get(0, 0)} of {total} entries came from no client. "
         f"Entries by how many clients sent them: {', '.join(parts)}."

@@ -30,7 +30,8 @@ DEFINITIONS = {
     "personal best": "the same after each round that evaluated clients, from when each had been "
     "evaluated once; the round with the highest mean",
     "keep": "fraction of the channels in the global network, after the last round",
-    "parameters": "of the global network: as it is / counting entries that touch no masked channel",
+    "parameters": "of the global network; physical: as it is stored and sent; mask-counted: keep x "
+    "the entries that carry channels + the others, as papers count that multiply by a mask",
     "FLOPs": "2 x multiply-adds of one forward pass of one sample through the global network",
     "MB": "10^6 bytes of serialised messages, all clients together; down is server to client",
     "after warm-up": "mean over the rounds that follow the method's dense warm-up rounds",

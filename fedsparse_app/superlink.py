@@ -219,7 +219,7 @@ def _end(process: subprocess.Popen[bytes], sessions: set[int]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(ENDED_WITHIN)
-    pass
+    end_sessions(ours, ENDED_WITHIN)
     process.wait()
 
 

@@ -29,8 +29,8 @@ from task.tracing.rules import apply
 __all__ = ["trace"]
 
 WHOLE_MODULES: dict[type[nn.Module], str] = {
-    nn.RNNBase: "belongs to a recurrent layer, which runs as one operation of a fixed hidden size",
-    nn.MultiheadAttention: "belongs to nn.MultiheadAttention, which cannot lose heads",
+    nn.RNNBase: "is a recurrent layer, one operation of a fixed hidden size",
+    nn.MultiheadAttention: "is an nn.MultiheadAttention, which cannot lose heads",
 }
 
 
@@ -100,7 +100,8 @@ def _record(model: nn.Module, inputs: tuple[Tensor, ...]) -> Ledger:
         _watch(name, module, recorder)
         for kind, reason in WHOLE_MODULES.items():
             if isinstance(module, kind):
-                recorder.pin([*module.parameters()], reason)
+                recorder.ledger.whole[name] = reason
+                recorder.pin([*module.parameters()], f"belongs to {name}, which {reason}")
     recorder.feed(inputs)
     with recorder:
         outputs = twin(*inputs)
@@ -110,7 +111,8 @@ def _record(model: nn.Module, inputs: tuple[Tensor, ...]) -> Ledger:
             f"the network returned {type(outputs).__name__} without tensors; to be traced it must "
             "return tensors, alone or in lists, tuples, dicts or dataclasses"
         )
-    recorder.pin(results, "are the outputs of the network")
+    for tensor in results:
+        recorder.ledger.ends += [axis for axis in recorder.look(tensor).axes if axis is not None]
     return recorder.ledger
 
 

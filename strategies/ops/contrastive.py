@@ -219,8 +219,8 @@ def structural_loss(
     Returns
     -------
     () tensor or None
-        L_con, with its gradient with respect to the weights; None = nothing to add (``"none"``, or
-        too few prototypes).
+        L_con, with its gradient with respect to the weights; None = nothing to add: ``"none"``,
+        too few prototypes, or a batch without any gradient.
 
     Raises
     ------
@@ -236,6 +236,8 @@ def structural_loss(
         g = gate_gradients(model, x, y, whole, create_graph=mode == "double")
         fisher = g.square().mean(0).requires_grad_()
         v = signature(fisher, mask, cmap, norm=norm)
+        if v.sum() < 0.5:  # all gradients vanish, so there is no signature
+            return None
         loss = contrastive_loss(v, prototypes, domain, tau)
         if mode == "double":
             return loss
@@ -247,12 +249,10 @@ def _along_gates(
     model: nn.Module, cmap: ChannelMap, x: Tensor, y: Tensor, v: Tensor, change: float
 ) -> Tensor:
     """Return a scalar of value 0 and gradient ``grad_w <v, grad_m L_sum>``."""
-    largest = v.abs().max()
-    if not 0 < largest < torch.inf:
-        return v.new_zeros(())
+    largest = v.abs().max().clamp_min(torch.finfo(v.dtype).tiny)
     step = change / largest * v
     with gated(model, cmap, cmap.split(torch.cat([1 + step, 1 - step]))):
         logits = model(torch.cat([x, x]))  # both ends in one pass
     ahead, behind = cross_entropy(logits, torch.cat([y, y]), reduction="none").view(2, -1).sum(1)
-    slope = (ahead - behind) * (largest / (2 * change))
+    slope: Tensor = (ahead - behind) * (largest / (2 * change))
     return slope - slope.detach()

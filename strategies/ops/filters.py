@@ -4,6 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +62,22 @@ def filter_squares(
             for f, grad in zip(slow, grads, strict=True):
                 others = [axis for axis in range(grad.dim()) if axis != f.axis]
                 squares[row].index_add_(0, f.place, grad.square().sum(others))
-    return squares[:, :-1] / (_block_sizes(filters, cmap.size, gate) * gate.square())
+    return squares[:, :-1] / (_block_sizes(filters, cmap, gate) * gate.square())
 
 
-def _block_sizes(filters: Sequence["_Filter"], size: int, like: Tensor) -> Tensor:
-    entries = like.new_zeros(size + 1)
+def _block_sizes(filters: Sequence["_Filter"], cmap: ChannelMap, gate: Tensor) -> Tensor:
+    """Return how many weights write each channel; columns of pruned channels do not count."""
+    mask = (gate == 1).cpu().numpy()
+    entries = gate.new_zeros(cmap.size + 1)
     for f in filters:
-        each = f.weight.numel() / f.weight.shape[f.axis]
-        entries.index_add_(0, f.place, torch.full_like(f.place, each, dtype=like.dtype))
+        sizes = [
+            length if index is None or axis == f.axis else len(index)
+            for axis, (index, length) in enumerate(
+                zip(cmap.stay(f.name, mask), f.weight.shape, strict=True)
+            )
+        ]
+        each = prod(sizes) / sizes[f.axis]
+        entries.index_add_(0, f.place, entries.new_full(f.place.shape, each))
     return entries[:-1].clamp_min(1)
 
 
@@ -75,6 +85,7 @@ def _block_sizes(filters: Sequence["_Filter"], size: int, like: Tensor) -> Tenso
 class _Filter:
     """A weight that writes channels along ``axis``; ``place`` finds them in a channel vector."""
 
+    name: str
     layer: nn.Module
     weight: Tensor
     axis: int
@@ -106,7 +117,7 @@ def _filters(model: nn.Module, cmap: ChannelMap) -> list[_Filter]:
             weight = parameters[name]
             layer = model.get_submodule(name.rpartition(".")[0])
             here = torch.from_numpy(place).to(weight.device)
-            found.append(_Filter(layer, weight, axis, here, uses[id(weight)] > 1))
+            found.append(_Filter(name, layer, weight, axis, here, uses[id(weight)] > 1))
     return found
 
 
@@ -129,28 +140,27 @@ def _recording(layers: Sequence[nn.Module]) -> Iterator[Mapping[nn.Module, list[
 def _convolution(layer: nn.Module, u: Tensor, d: Tensor) -> Tensor:
     """Return the (N, out) squared gradient norms from input and gradient of the output."""
     assert isinstance(layer, nn.Conv1d | nn.Conv2d)
-    line = isinstance(layer, nn.Conv1d)
-    kernel, dilation, padding, stride = (
-        (fixed, *size) if line else size
-        for fixed, size in (
-            (1, layer.kernel_size),
-            (1, layer.dilation),
-            (0, layer.padding),
-            (1, layer.stride),
-        )
-    )
-    if line:
+    if isinstance(layer, nn.Conv1d):  # an image of height 1
         u, d = u.unsqueeze(2), d.unsqueeze(2)
+    kernel, dilation, stride = (
+        _pair(size, 1) for size in (layer.kernel_size, layer.dilation, layer.stride)
+    )
+    padding = _pair(layer.padding, 0)
+    groups, pixels = layer.groups, d[0, 0].numel()
 
     def rows(part: slice) -> Tensor:
         columns = unfold(u[part], kernel, dilation, padding, stride)  # (n, in * k, pixels)
-        columns = columns.unflatten(1, (layer.groups, -1))
-        slopes = d[part].flatten(2).unflatten(1, (layer.groups, -1))  # (n, groups, out, pixels)
-        return (slopes @ columns.mT).square().sum(3).flatten(1)
+        columns = columns.reshape(len(columns), groups, -1, pixels)
+        slopes = d[part].reshape(len(columns), groups, -1, pixels)
+        gradients: Tensor = slopes @ columns.mT  # (n, groups, out / groups, in / groups * k)
+        return gradients.square().sum(3).flatten(1)
 
-    pixels = d[0, 0].numel()
-    each = max(layer.weight.numel(), layer.weight[0].numel() * layer.groups * pixels)
+    each = max(layer.weight.numel(), layer.weight[0].numel() * groups * pixels)
     return _in_chunks(rows, len(u), each)
+
+
+def _pair(size: Any, first: int) -> tuple[int, ...]:
+    return (first, *size) if len(size) == 1 else tuple(size)
 
 
 def _linear(layer: nn.Module, u: Tensor, d: Tensor) -> Tensor:
@@ -160,7 +170,8 @@ def _linear(layer: nn.Module, u: Tensor, d: Tensor) -> Tensor:
         return d.square() * u.square().sum(1, keepdim=True)
 
     def rows(part: slice) -> Tensor:
-        return (d[part].flatten(1, -2).mT @ u[part].flatten(1, -2)).square().sum(2)
+        gradients: Tensor = d[part].flatten(1, -2).mT @ u[part].flatten(1, -2)
+        return gradients.square().sum(2)
 
     return _in_chunks(rows, len(u), layer.weight.numel())
 

@@ -105,7 +105,7 @@ def _per_domain(
     """Average per-sample rows by domain, summed in double precision on the CPU."""
     device = first_parameter(model).device
     sums: dict[int, Tensor] = {}
-    counts = samples.domain.unique(return_counts=True)
+    counts = samples.domain.cpu().bincount().tolist()
     with evaluating(model):
         pruning = unpruned(model, cmap)
         for start in range(0, len(samples), batch):
@@ -115,10 +115,9 @@ def _per_domain(
                 pruning = prune(model, cmap, closed, x)
             found = squares(x, y, pruning).detach().cpu().double()
             domain = samples.domain[rows].cpu()
-            for k in domain.unique().tolist():
-                sums[k] = sums.get(k, torch.zeros(cmap.size)) + found[domain == k].sum(0)
-    counted = dict(zip(*(part.tolist() for part in counts), strict=True))
-    return {k: (sums[k] / counted[k]).float() for k in sorted(sums)}
+            for k in sorted({*domain.tolist()}):
+                sums[k] = sums.get(k, torch.zeros(cmap.size).double()) + found[domain == k].sum(0)
+    return {k: (sums[k] / counts[k]).float() for k in sorted(sums)}
 
 
 def pool(per_domain: Mapping[int, Tensor], counts: Mapping[int, int]) -> Tensor:

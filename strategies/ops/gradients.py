@@ -35,21 +35,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     a later training step updates them in place.
     """
     modes = [(module, module.training) for module in model.modules()]
-    statistics = [
-        (module, name, buffer)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    statistics = [(m, name, b) for m in norms for name, b in m.named_buffers(recurse=False)]
     try:
         model.eval()
-        for module, name, buffer in statistics:
-            setattr(module, name, buffer.clone())
+        for norm, name, buffer in statistics:
+            setattr(norm, name, buffer.clone())
         with torch.autocast(first_parameter(model).device.type, enabled=False):
             yield
     finally:
-        for module, name, buffer in statistics:
-            setattr(module, name, buffer)
+        for norm, name, buffer in statistics:
+            setattr(norm, name, buffer)
         for module, training in modes:
             module.training = training
 

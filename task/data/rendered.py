@@ -23,9 +23,9 @@ _FONTS = (  # of the DejaVu family, without the two Display fonts, which hold no
     *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic"),
 )
 _HEIGHTS = range(34, 57, 2)  # font sizes on the drawing, pixels
-_TURN = 25.0  # degrees either way
-_SHIFT = 6  # drawing pixels either way
-_CONTRAST = 60.0  # least difference of luminance between digit and background
+_TURN = 15.0  # degrees either way
+_SHIFT = 4  # drawing pixels either way
+_CONTRAST = 80.0  # least difference of luminance between digit and background
 _LUMINANCE = np.array([0.299, 0.587, 0.114])
 
 
@@ -83,7 +83,7 @@ def _shape(digit: int, font: ImageFont.FreeTypeFont, rng: np.random.Generator) -
     draw = ImageDraw.Draw(image)
     centre = SIDE * _SCALE / 2
     x, y = centre + rng.integers(-_SHIFT, _SHIFT + 1, size=2)
-    gap = font.getlength("0") * rng.uniform(1.0, 1.4)
+    gap = font.getlength("0") * rng.uniform(1.1, 1.8)
     left, right = rng.integers(10, size=2)
     for text, place in ((digit, x), (left, x - gap), (right, x + gap)):
         draw.text((place, y), str(text), fill=255, font=font, anchor="mm")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from task.models.shapes import token_shape
-from task.models.text import PADDING, VOCABULARY
+from task.models.text import EMBEDDING_SCALE, PADDING, VOCABULARY
 
 __all__ = ["Attention", "Encoder", "Layer", "transformer"]
 
@@ -78,6 +78,7 @@ class Encoder(nn.Module):
         super().__init__()
         stream, heads, head_width, hidden, depth = 64, 4, 16, 128, 2
         self.embedding = nn.Embedding(vocabulary, stream, padding_idx=PADDING)
+        self.embedding.weight.data.mul_(EMBEDDING_SCALE)
         self.position = nn.Parameter(torch.zeros(length, stream))
         self.layers = nn.ModuleList(Layer(stream, heads, head_width, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(stream)

@@ -31,8 +31,7 @@ def build(ledger: Ledger, inexact: bool = False) -> ChannelMap:
     ChannelMap
         Everything that is connected to a pin is in `pinned` instead of `groups`.
     """
-    channels = _Channels(ledger)
-    doubted = channels.doubt(inexact)
+    channels = _Channels(ledger, inexact)
     gates = channels.find_gates()
     channels.pin_unread(gates)
     groups, group, channel = channels.number()
@@ -55,7 +54,7 @@ def build(ledger: Ledger, inexact: bool = False) -> ChannelMap:
     points = [point for point in points if (point.group != FIXED).any()]
     exact = dict.fromkeys(groups, True)
     names = list(groups)
-    for number in set(group[doubted].tolist()) - {FIXED}:
+    for number in set(group[channels.doubted].tolist()) - {FIXED}:
         exact[names[number]] = False
     return ChannelMap(groups, axes, tuple(points), exact, channels.report())
 
@@ -71,10 +70,11 @@ class _Channels:
     Attributes
     ----------
     of : (atoms,) channel of each atom
+    doubted : (channels,) True where dropping is not the same as zeroing
     why : (channels,) index into `reasons`, -1 for a free channel
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, inexact: bool) -> None:
         self.ledger = ledger
         first = np.concatenate([np.zeros(0, np.int64), *(a for a, _ in ledger.ties)])
         second = np.concatenate([np.zeros(0, np.int64), *(b for _, b in ledger.ties)])
@@ -82,7 +82,15 @@ class _Channels:
         self.count, self.of = connected_components(edges, directed=False)
         self.why = np.full(self.count, -1, np.int64)
         self.reasons: list[str] = []
-        for atoms, reason in sorted(ledger.pins, key=lambda pin: not pin[1]):  # silent ones last
+        self.doubted = np.zeros(self.count, np.bool_)
+        # The first reason is the one that is shown: from what users can see to what they cannot.
+        for atoms in ledger.ends:
+            self.pin(atoms, "gives the outputs of the network")
+        for atoms, reason in ledger.doubts:
+            self.doubted[self.of[atoms]] = True
+            if not inexact:
+                self.pin(atoms, reason)
+        for atoms, reason in sorted(ledger.pins, key=lambda pin: not pin[1]):
             self.pin(atoms, reason)
         self.pin(np.array([STAYS]), "are joined to padding, which stays")
         self.used = np.zeros(ledger.size, np.bool_)
@@ -95,15 +103,6 @@ class _Channels:
             channels = self.of[atoms]
             self.why[channels[self.why[channels] == -1]] = len(self.reasons)
             self.reasons.append(reason)
-
-    def doubt(self, inexact: bool) -> NDArray[np.bool_]:
-        """Pin channels whose slicing is not zeroing, or only mark them."""
-        marked = np.zeros(self.count, np.bool_)
-        for atoms, reason in self.ledger.doubts:
-            marked[self.of[atoms]] = True
-            if not inexact:
-                self.pin(atoms, reason)
-        return marked
 
     def find_gates(self) -> dict[tuple[str, int], Ints]:
         """Find module outputs to gate, (module, axis) -> labels; pin channels without one."""
@@ -194,13 +193,13 @@ class _Channels:
 
     def report(self) -> dict[str, str]:
         """Writers that are not groups, operations without a rule, tensors that are not used."""
-        pinned: dict[str, str] = {}
+        pinned = dict(self.ledger.whole)
         for place in self._in_order(WRITERS):
-            why = self.why[self.of[self.ledger.atoms(place)]]
-            if (why >= 0).any():
+            tensor, why = self.ledger.owners[place][0], self.why[self.of[self.ledger.atoms(place)]]
+            if (why >= 0).any() and tensor.rpartition(".")[0] not in self.ledger.whole:
                 reason = self.reasons[why[why >= 0][0]] or "has a fixed size"
                 part = "" if (why >= 0).all() else "some of its channels "
-                pinned[_layer(self.ledger.owners[place][0])] = part + reason
+                pinned[_layer(tensor)] = part + reason
         for operation, tensors in self.ledger.unknown.items():
             pinned[operation] = (
                 f"has no rule in the trace; keeps whole: {', '.join(sorted(tensors))}"

@@ -64,9 +64,11 @@ class Ledger:
     size: int = 1
     ties: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=list)
     pins: list[tuple[NDArray[np.int64], str]] = field(default_factory=list)
+    ends: list[NDArray[np.int64]] = field(default_factory=list)  # channels the network returns
     doubts: list[tuple[NDArray[np.int64], str]] = field(default_factory=list)
     roles: dict[tuple[str, int], str] = field(default_factory=dict)  # in execution order
     unknown: dict[str, set[str]] = field(default_factory=dict)  # operation -> tensors it pins
+    whole: dict[str, str] = field(default_factory=dict)  # module that cannot be cut -> why
     sites: list[Site] = field(default_factory=list)
     outputs: dict[str, list[tuple[Labels, ...]]] = field(default_factory=dict)  # per module call
     stack: list[str] = field(default_factory=list)  # modules being run

@@ -61,6 +61,7 @@ RULES: dict[str, Rule] = {
     **{name.format(f"{n}d"): spatial for name in (*POOLS, *PADS) for n in (1, 2, 3)},
     **{f"upsample_{name}": spatial for name in RESIZES},
     "glu": glu,
+    **dict.fromkeys(("_prelu_kernel", "hardswish", "masked_fill", "rsub"), elementwise),
     **dict.fromkeys(("clone", "detach", "alias", "contiguous", "lift_fresh", "_to_copy"), same),
     **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "native_dropout"), same),
     **dict.fromkeys(("rand_like", "randn_like"), same),

@@ -55,7 +55,9 @@ CMAP = network_map()
 def state(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.tensor(seed) if name.endswith("tracked") else torch.randn(shape, generator=generator)
+        name: torch.tensor(seed)
+        if name.endswith("tracked")
+        else torch.randn(shape, generator=generator)
         for name, shape in SHAPES.items()
     }
 
@@ -68,16 +70,16 @@ def cut(whole, kept):
             np.arange(n) if i is None else i
             for n, i in zip(tensor.shape, CMAP.index(name, kept), strict=True)
         ]
-        sub[name] = torch.from_numpy(tensor.numpy()[np.ix_(*index)] if index else tensor.numpy().copy())
+        sub[name] = torch.from_numpy(
+            tensor.numpy()[np.ix_(*index)] if index else tensor.numpy().copy()
+        )
     return sub
 
 
 @st.composite
 def kepts(draw):
     return {
-        name: np.array(
-            sorted(draw(st.sets(st.integers(0, width - 1), min_size=1))), dtype=np.int64
-        )
+        name: np.array(sorted(draw(st.sets(st.integers(0, width - 1), min_size=1))), dtype=np.int64)
         for name, width in CMAP.groups.items()
     }
 
@@ -91,7 +93,8 @@ def naive_overlap(full, subs, weights):
             for (sub, kept), weight in zip(subs, weights, strict=True):
                 index = CMAP.index(name, kept)
                 place = [
-                    e if i is None else np.flatnonzero(i == e) for e, i in zip(entry, index, strict=True)
+                    e if i is None else np.flatnonzero(i == e)
+                    for e, i in zip(entry, index, strict=True)
                 ]
                 if all(np.size(p) for p in place):
                     total += weight * float(sub[name][tuple(int(np.ravel(p)[0]) for p in place)])
@@ -216,7 +219,11 @@ def test_coverage_equals_counting_every_entry(cuts, doubled):
         ([state(1), state(2)], [1.0, -1.0], ">= 0"),
         ([state(1)], [float("nan")], "finite"),
         ([state(1), {**state(2), "extra": torch.ones(1)}], [1, 1], r"network 1: \['extra'\]"),
-        ([state(1), {**state(2), "linear.bias": torch.ones(3)}], [1, 1], r"linear.bias: shape \(3,\)"),
+        (
+            [state(1), {**state(2), "linear.bias": torch.ones(3)}],
+            [1, 1],
+            r"linear.bias: shape \(3,\)",
+        ),
     ],
 )
 def test_networks_that_have_no_mean_are_refused_with_the_reason(states, weights, message):

@@ -67,9 +67,7 @@ def test_global_scope_compares_groups_by_importance_over_their_mean():
 
 
 @law
-@given(
-    vectors(), st.floats(0.01, 1.0), st.floats(0.01, 1.0), st.sampled_from(["layer", "global"])
-)
+@given(vectors(), st.floats(0.01, 1.0), st.floats(0.01, 1.0), st.sampled_from(["layer", "global"]))
 def test_a_smaller_keep_chooses_a_subset(case, a, b, scope):
     cmap, values = case
     small, large = (top_channels(values, cmap, keep, scope=scope) for keep in sorted((a, b)))

@@ -183,12 +183,12 @@ def test_a_resnet18_of_half_width_has_a_quarter_of_parameters_and_flops() -> Non
     assert state_bytes(half.state_dict()) / state_bytes(model.state_dict()) < 0.26
 
 
-@pytest.mark.parametrize("name", ["cnn", "mobilenetv2", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", "resnet10", "transformer"])
 def test_costs_fall_with_width_and_are_those_of_the_dense_network_at_full_width(name: str) -> None:
     shape = (12,) if name == "transformer" else IMAGE
     model, x = build(name, shape, 10), example(name, shape)
     cmap = trace(model, x, verify=False)
-    nets = [slice_module(model, cmap, cmap.prefix(keep)) for keep in (0.25, 0.5, 0.75, 1.0)]
+    nets = [slice_module(model, cmap, cmap.prefix(keep)) for keep in (0.25, 0.5, 1.0)]
     for cost in (parameters, lambda m: forward_flops(m, x), lambda m: training_flops(m, x)):
         counts = [cost(net) for net in nets]
         assert counts == sorted(set(counts))

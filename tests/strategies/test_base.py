@@ -1,0 +1,219 @@
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
+
+from strategies import STRATEGIES, FederationOptions
+from strategies.ops.average import weighted_mean
+from tests.strategies.federation import Federation
+
+METHODS = list(STRATEGIES)
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def changed(name, value):
+    """Return a tampering that replaces one tensor of the uploaded state."""
+
+    def tamper(content):
+        tensors = content.array_records["state"].to_torch_state_dict()
+        tensors[name] = value(tensors[name])
+        content["state"] = ArrayRecord(tensors)
+        return content
+
+    return tamper
+
+
+def without(name):
+    def tamper(content):
+        tensors = content.array_records["state"].to_torch_state_dict()
+        del tensors[name]
+        content["state"] = ArrayRecord(tensors)
+        return content
+
+    return tamper
+
+
+def number(name, value):
+    def tamper(content):
+        content.metric_records["numbers"][name] = value
+        return content
+
+    return tamper
+
+
+def another_client(content):
+    content["update"] = ConfigRecord({"client": "client-03"})
+    return content
+
+
+FAULTS = {
+    "raises": (ValueError("boom"), "boom"),
+    "error reply": (Error(8, "ClientApp stopped responding."), "error 8: ClientApp stopped"),
+    "silence": (None, "no reply within"),
+    "nan": (changed("0.weight", lambda t: t * float("nan")), "0.weight: NaN"),
+    "infinite": (changed("0.weight", lambda t: t / 0), "0.weight: NaN or infinite"),
+    "wrong shape": (changed("0.weight", lambda t: t[:1]), "0.weight: shape (1,"),
+    "wrong type": (changed("0.weight", lambda t: t.double()), "0.weight: torch.float64"),
+    "missing": (without("7.bias"), "7.bias: missing"),
+    "extra": (changed("0.weight", lambda t: t), ""),
+    "no records": (lambda content: RecordDict(), "numbers"),
+    "not numbers": (lambda content: RecordDict({"numbers": MetricRecord({"round": 1})}), "missing"),
+    "stale round": (number("round", 7), "round 7"),
+    "another client": (another_client, "client-03"),
+    "no samples": (number("samples", 0), "samples 0"),
+    "loss nan": (number("loss", float("nan")), "loss nan"),
+}
+del FAULTS["extra"]
+
+
+def extra_tensor(content):
+    tensors = content.array_records["state"].to_torch_state_dict() | {"ghost": torch.zeros(1)}
+    content["state"] = ArrayRecord(tensors)
+    return content
+
+
+FAULTS["extra"] = (extra_tensor, "ghost: not a tensor")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_client_costs_its_own_reply_alone(method, fault):
+    what, reason = FAULTS[fault]
+    broken = Federation(method, tamper={"client-01": what})
+    state = broken.run(rounds=1)
+    healthy = Federation(method)
+    healthy.run(rounds=1)
+    others = [u for u in healthy.rounds[1].updates if u.client != "client-01"]
+    expected = weighted_mean([u.state for u in others], [u.samples for u in others])
+    assert equal(state, expected)
+    assert reason in broken.rounds[1].failures["client-01"]
+    assert [u.client for u in broken.rounds[1].updates] == ["client-00", "client-02", "client-03"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_too_few_replies_leave_the_model_as_it_was_and_the_run_goes_on(method):
+    federation = FederationOptions(min_replies=4, wait=1.0)
+    run = Federation(method, tamper={"client-02": ValueError("x")}, federation=federation)
+    state = run.run(rounds=2)
+    assert equal(state, run.model.state_dict())
+    assert [r.merged for r in run.rounds] == [False, False, False]
+
+
+def test_patience_ends_and_the_reason_is_said():
+    federation = FederationOptions(min_replies=4, patience=2, wait=1.0)
+    run = Federation(tamper={"client-02": ValueError("out of cheese")}, federation=federation)
+    with pytest.raises(RuntimeError, match=r"2 rounds .* client-02: .*out of cheese"):
+        run.run(rounds=5)
+
+
+def test_missing_clients_are_counted_in_the_error():
+    run = Federation(clients=3, federation=FederationOptions(wait=1.0))
+    run.server.exchange.federation = FederationOptions(clients=5, wait=1.0)
+    with pytest.raises(RuntimeError, match=r"3 of 5 clients after 1 s.*federation\.clients"):
+        run.run()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_node_can_serve_many_clients_and_the_result_is_the_same(method):
+    assert equal(Federation(method, nodes=2).run(), Federation(method, nodes=4).run())
+
+
+def test_the_order_of_replies_does_not_matter():
+    straight, reversed_ = Federation(), Federation()
+    send = reversed_.grid.send_and_receive
+    reversed_.grid.send_and_receive = lambda messages, *, timeout=None: list(
+        send(messages, timeout=timeout)
+    )[::-1]
+    assert equal(straight.run(), reversed_.run())
+
+
+def test_sampling_depends_on_seed_and_round_only():
+    federation = FederationOptions(fraction=0.5, wait=1.0)
+
+    def sampled(seed):
+        run = Federation(seed=seed, clients=6, federation=federation)
+        run.run(rounds=4)
+        return [sorted(r.jobs) for r in run.rounds[1:]]
+
+    first = sampled(1)
+    assert first == sampled(1)
+    assert first != sampled(2)
+    assert all(len(clients) == 3 for clients in first)
+    assert len({tuple(clients) for clients in first}) > 1
+
+
+def test_a_client_that_comes_back_under_a_new_node_id_is_itself_again():
+    run = Federation(clients=3)
+    before = dict(run.grid.contexts)
+
+    def restart(round):
+        run.rounds.append(round)
+        if round.number == 1:
+            old = next(iter(run.grid.contexts))
+            run.grid.contexts[999] = run.grid.contexts.pop(old)
+
+    run.server.on_round = restart
+    run.run(rounds=3)
+    assert set(before) != set(run.grid.contexts)
+    assert [len(r.updates) for r in run.rounds] == [0, 3, 3, 3]
+
+
+def test_a_node_that_is_gone_is_not_asked():
+    run = Federation(clients=3)
+    run.server.on_round = lambda round: (
+        run.rounds.append(round),
+        run.grid.contexts.pop(next(iter(run.grid.contexts))) if round.number == 1 else None,
+    )
+    run.run(rounds=2)
+    assert sorted(run.rounds[2].jobs) == ["client-01", "client-02"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_clients_can_score_the_global_network_themselves(method):
+    federation = FederationOptions(evaluate_on="clients", wait=1.0)
+    run = Federation(method, federation=federation)
+    run.run(rounds=2)
+    assert int(run.rounds[2].scores.total.sum()) == 4 * 6
+    server = Federation(method)
+    server.run(rounds=2)
+    assert run.rounds[2].bytes_down["client-00"] > server.rounds[2].bytes_down["client-00"]
+    assert server.rounds[2].scores is None
+
+
+def test_rounds_between_evaluations_carry_no_scores_but_the_last_does():
+    run = Federation(federation=FederationOptions(evaluate_every=2, wait=1.0))
+    run.run(rounds=3)
+    assert [r.updates[0].scores is not None for r in run.rounds[1:]] == [False, True, True]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_strategy_can_be_dropped_into_another_flower_app(method):
+    run = Federation(method)
+    seen = []
+    result = run.server.start(
+        run.grid,
+        ArrayRecord(run.model.state_dict()),
+        num_rounds=2,
+        timeout=5.0,
+        evaluate_fn=lambda number, arrays: seen.append(number) or MetricRecord({"a": 1.0}),
+    )
+    assert seen == [1, 2]
+    assert equal(result.arrays.to_torch_state_dict(), run.server.state)
+    assert set(result.evaluate_metrics_serverapp) == {1, 2}
+    assert result.train_metrics_clientapp[2]["replies"] == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_model_and_another_seed_another(method):
+    assert equal(Federation(method, seed=3).run(), Federation(method, seed=3).run())
+    assert not equal(Federation(method, seed=3).run(), Federation(method, seed=4).run())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_helps(method):
+    run = Federation(method)
+    run.run(rounds=8)
+    losses = [r.updates[0].loss for r in run.rounds[1:]]
+    assert losses[-1] < 0.7 * losses[0]
