@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedsparse_app.config import Config
-from fedsparse_app.state import write_atomically
+from fedsparse_app.files import write_atomically
 from strategies.base import SubmodelStrategy
 
 __all__ = ["FILE", "load_checkpoint", "save_checkpoint"]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fedsparse_app.errors import ConfigError
+from fedsparse_app.overrides import Scalar
 from strategies import STRATEGIES, FederationOptions
 from task.data import DATASETS
 from task.data.partition import PartitionOptions
@@ -16,13 +18,7 @@ from task.models import MODELS
 from task.options import Interval, check_options, field_types
 from task.train import TrainingOptions
 
-__all__ = ["SECTIONS", "Config", "ConfigError", "Scalar", "read"]
-
-Scalar = str | int | float | bool
-
-
-class ConfigError(ValueError):
-    """An option that cannot be used."""
+__all__ = ["SECTIONS", "Config", "read"]
 
 
 @dataclass(frozen=True)

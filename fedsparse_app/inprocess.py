@@ -17,7 +17,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedsparse_app.config import Scalar, read
+from fedsparse_app.config import read
+from fedsparse_app.overrides import Scalar
 
 __all__ = ["InProcessGrid", "run"]
 

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fedsparse_app.errors import ConfigError
+
 __all__ = ["Scalar", "app_options", "check_known", "parse_overrides"]
 
 Scalar = str | int | float | bool
@@ -25,7 +27,7 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Scalar]:
 
     Raises
     ------
-    ValueError
+    ConfigError
         Not a pair, not a TOML scalar, or a file that cannot be read.
     """
     overrides: dict[str, Scalar] = {}
@@ -39,7 +41,7 @@ def app_options(app: Path) -> dict[str, Scalar]:
 
     Raises
     ------
-    ValueError
+    ConfigError
         The folder holds no Flower App.
     """
     path = app / "pyproject.toml"
@@ -47,7 +49,7 @@ def app_options(app: Path) -> dict[str, Scalar]:
         tables = tomllib.loads(path.read_text("utf-8"))
         return _flatten(tables["tool"]["flwr"]["app"].get("config", {}))
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"{path}: no Flower App ({type(error).__name__}: {error}); "
             "give the folder whose pyproject.toml has [tool.flwr.app]"
         ) from error
@@ -58,25 +60,25 @@ def check_known(overrides: Mapping[str, Scalar], known: Mapping[str, Scalar]) ->
 
     Raises
     ------
-    ValueError
+    ConfigError
         The unknown key and the nearest known one.
     """
     for key in overrides:
         if key not in known:
             near = get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
-            raise ValueError(f"{key}: the app has no such option; {hint}")
+            raise ConfigError(f"{key}: the app has no such option; {hint}")
 
 
 def _from_pairs(text: str) -> dict[str, Scalar]:
     if rest := PAIR.sub("", text).split():
-        raise ValueError(f'{rest[0]}: not key=value; write for example "run.rounds=5"')
+        raise ConfigError(f'{rest[0]}: not key=value; write for example "run.rounds=5"')
     options: dict[str, Scalar] = {}
     for key, value in PAIR.findall(text):
         try:
             options |= _flatten(tomllib.loads(f"{key} = {value}"))
         except tomllib.TOMLDecodeError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}: {value} is no TOML value; accepted are numbers, true, false and quoted "
                 f"strings: \"{key}='{value}'\""
             ) from error
@@ -87,7 +89,7 @@ def _from_file(path: Path) -> dict[str, Scalar]:
     try:
         return _flatten(tomllib.loads(path.expanduser().read_text("utf-8")))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as TOML: {error}") from error
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
@@ -98,7 +100,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
         elif isinstance(value, Scalar):
             flat[prefix + key] = value
         else:
-            raise ValueError(
+            raise ConfigError(
                 f"{prefix}{key}: {value!r} is a {type(value).__name__}; accepted are numbers, "
                 "true, false and strings; write a list as 'a,b,c'"
             )

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsparse_app.run_folder import Run, write_atomically
+from fedsparse_app.files import write_atomically
+from fedsparse_app.run_folder import Run
 from fedsparse_app.summary import personal_curve
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from flwr.supercore import log
 from safetensors.torch import save
 
 from fedsparse_app.checkpoint import save_checkpoint
-from fedsparse_app.config import Config, Scalar
-from fedsparse_app.state import write_atomically
+from fedsparse_app.config import Config
+from fedsparse_app.files import write_atomically
+from fedsparse_app.overrides import Scalar
 from fedsparse_app.workload import Workload
 from strategies.base import SubmodelStrategy
 from strategies.ops.average import coverage
@@ -103,9 +104,7 @@ class Recorder:
             "keep": keep,
             "width": {group: len(index) for group, index in kept.items()},
             "parameters": int(costs["parameters"]),
-            "parameters_mask_counted": mask_counted_parameters(
-                channels, self.work.model, keep
-            ),
+            "parameters_mask_counted": mask_counted_parameters(channels, self.work.model, keep),
             "flops": int(costs["flops"]),
             "train_flops": int(costs["train-flops"]),
             "bytes_down": sum(round.bytes_down.values()),

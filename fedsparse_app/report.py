@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from fedsparse_app import plots
-from fedsparse_app.run_folder import Run, read_run, write_atomically
+from fedsparse_app.files import write_atomically
+from fedsparse_app.run_folder import Run, read_run
 from fedsparse_app.summary import (
     DEFINITIONS,
     Summary,

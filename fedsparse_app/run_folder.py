@@ -1,14 +1,13 @@
 """What a run left on disk, read back; whatever is missing or cut off is said, not guessed."""
 
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Row", "Run", "read_run", "write_atomically"]
+__all__ = ["Row", "Run", "read_run"]
 
 Row = Mapping[str, Any]
 
@@ -97,17 +96,6 @@ def read_run(folder: Path) -> Run:
         tuple(notes),
         finished,
     )
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a file so that a reader sees the old or the new one, never a part; return its path."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    return path
 
 
 def _text(path: Path) -> str:

@@ -9,8 +9,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 from fedsparse_app.config import Config, read
+from fedsparse_app.files import write_atomically
 from fedsparse_app.recorder import Recorder
-from fedsparse_app.state import write_atomically
 from fedsparse_app.workload import Workload, client_ids, split, workload
 from strategies import STRATEGIES
 from strategies.base import SubmodelStrategy

@@ -1,6 +1,5 @@
 """A client's own arrays on disk: they survive a restart and never leave the device."""
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +7,9 @@ from pathlib import Path
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-__all__ = ["ClientState", "write_atomically"]
+from fedsparse_app.files import write_atomically
+
+__all__ = ["ClientState"]
 
 
 class ClientState:
@@ -45,14 +46,3 @@ class ClientState:
 
     def _saved(self) -> list[tuple[int, Path]]:
         return [(int(p.stem[6:]), p) for p in sorted(self.folder.glob("round-*.safetensors"))]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` so that ``path`` holds either all of it or what it held before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)

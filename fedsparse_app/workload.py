@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedsparse_app.config import Config, ConfigError
+from fedsparse_app.config import Config
+from fedsparse_app.errors import ConfigError
 from task.channels import ChannelMap
 from task.cost import forward_flops, parameters, training_flops
 from task.data import load

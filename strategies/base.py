@@ -22,8 +22,8 @@ from strategies.errors import ShapeError
 from strategies.exchange import Exchange, FederationOptions
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes
-from task.channels import ChannelMap, Kept
-from task.submodel import State, extract
+from task.channels import ChannelMap, Kept, State
+from task.submodel import extract
 from task.train import Scores
 
 __all__ = ["FederationOptions", "SubmodelStrategy"]

@@ -47,10 +47,10 @@ from strategies.ops.contrastive import (
 from strategies.ops.fisher import federate, gate_fisher, pool, renew, weight_fisher
 from strategies.ops.select import jaccard, reactivate, top_channels
 from strategies.records import Hello, Job, Update
-from task.channels import Kept
+from task.channels import Kept, State
 from task.data.dataset import Samples
 from task.options import Interval, check_options
-from task.submodel import State, extract, scatter
+from task.submodel import extract, scatter
 from task.train import Step
 
 __all__ = ["FedFIP", "FedFIPClient", "FedFIPOptions"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from strategies.records import Job, Update
-from task.channels import ChannelMap, Kept
+from task.channels import ChannelMap, Kept, State
 from task.data.dataset import Samples
 from task.seeding import generator, seeded
-from task.submodel import State, slice_module
+from task.submodel import slice_module
 from task.train import Fit, Penalty, Scores, TrainingOptions, evaluate, fit
 
 __all__ = ["ClientHalf", "Memory", "Participant", "cpu_state", "relative"]

@@ -18,8 +18,7 @@ from flwr.common.serde import recorddict_to_proto
 from torch import Tensor
 
 from strategies.errors import ShapeError
-from task.channels import ChannelMap, Kept
-from task.submodel import State
+from task.channels import ChannelMap, Kept, State
 from task.train import Scores
 
 __all__ = [

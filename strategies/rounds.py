@@ -8,8 +8,7 @@ import torch
 
 from strategies.errors import ShapeError
 from strategies.records import Job, Update
-from task.channels import ChannelMap, Kept
-from task.submodel import State
+from task.channels import ChannelMap, Kept, State
 from task.train import Scores
 
 __all__ = ["Round", "check_update", "expected_shapes"]

@@ -1,0 +1,1 @@
+"""What is learned: models, channels, data and local training; nothing here knows of federation."""

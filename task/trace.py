@@ -144,6 +144,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.known: dict[int, Value] = {}
+        self.names: dict[int, str] = {}
         self.alive: list[Tensor] = []  # Python reuses the id of a tensor that is gone
 
     def look(self, tensor: Tensor) -> Value:
@@ -159,6 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.state[name] = self.known[id(tensor)]
         else:
             self.learn(tensor, self.ledger.register(name, tensor.shape))
+            self.names[id(tensor)] = name
 
     def feed(self, inputs: tuple[Tensor, ...]) -> None:
         for tensor in tensors_in(inputs):
@@ -177,6 +179,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         op = Op(func, args, kwargs or {}, self.known, self.ledger)
+        self.ledger.idle.difference_update(self.names.get(id(t), "") for t in op.tensors())
         result = op.run()
         for tensor, value in zip(op.outputs, apply(op), strict=True):
             self.learn(tensor, value)

@@ -93,9 +93,6 @@ class _Channels:
         for atoms, reason in sorted(ledger.pins, key=lambda pin: not pin[1]):
             self.pin(atoms, reason)
         self.pin(np.array([STAYS]), "are joined to padding, which stays")
-        self.used = np.zeros(ledger.size, np.bool_)
-        for atoms in (first, second, *(atoms for atoms, _ in (*ledger.pins, *ledger.doubts))):
-            self.used[atoms] = True
 
     def pin(self, atoms: Labels, reason: str) -> None:
         """Keep the channels of these atoms whole, unless they are already."""
@@ -205,7 +202,7 @@ class _Channels:
                 f"has no rule in the trace; keeps whole: {', '.join(sorted(tensors))}"
             )
         for name, value in self.ledger.state.items():
-            if value.axes and not any(self.used[labels].any() for labels in value.axes):
+            if value.axes and name in self.ledger.idle:
                 pinned[name] = "is not used when the network runs"
         return pinned
 

@@ -68,6 +68,7 @@ class Ledger:
     doubts: list[tuple[NDArray[np.int64], str]] = field(default_factory=list)
     roles: dict[tuple[str, int], str] = field(default_factory=dict)  # in execution order
     unknown: dict[str, set[str]] = field(default_factory=dict)  # operation -> tensors it pins
+    idle: set[str] = field(default_factory=set)  # parameters and buffers that no operation took
     whole: dict[str, str] = field(default_factory=dict)  # module that cannot be cut -> why
     sites: list[Site] = field(default_factory=list)
     outputs: dict[str, list[tuple[Labels, ...]]] = field(default_factory=dict)  # per module call
@@ -82,6 +83,7 @@ class Ledger:
             axes.append(np.arange(self.size, self.size + length))
             self.size += length
         self.state[tensor] = Value(tuple(axes), data=False)
+        self.idle.add(tensor)
         return self.state[tensor]
 
     def tie(self, first: Labels, second: Labels, reason: str) -> None:

