@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,14 +29,15 @@ SHAPE, CLASSES, DOMAINS = (3, 32, 32), 10, 4
 MODES = ("none", "gate-fd", "double")
 
 
-def seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    work()
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        times.append(time.process_time() - start)
-    return times
+def seconds(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Time all jobs in turn, so that a slow spell of the machine hits all of them alike."""
+    times: dict[str, list[float]] = {job: [] for job in work}
+    for _ in range(1 + repeats):
+        for job, do in work.items():
+            start = time.process_time()
+            do()
+            times[job].append(time.process_time() - start)
+    return {job: taken[1:] for job, taken in times.items()}
 
 
 def jobs(name: str, batch: int, seed: int) -> dict[str, Callable[[], object]]:
@@ -59,10 +61,10 @@ def jobs(name: str, batch: int, seed: int) -> dict[str, Callable[[], object]]:
         optimizer.step()
 
     return {
-        "step": lambda: step("none"),
+        "step": partial(step, "none"),
         "gate": lambda: gate_fisher(model, cmap, mixed, batch=batch),
         "weight": lambda: weight_fisher(model, cmap, mixed, batch=batch),
-        **{f"dsr {mode}": lambda mode=mode: step(mode) for mode in MODES},  # type: ignore[misc]
+        **{f"dsr {mode}": partial(step, mode) for mode in MODES},
     }
 
 
@@ -88,8 +90,7 @@ def main() -> None:
     print("| model | of repeats | step, ms | " + " | ".join(columns) + " |")
     print("|---|---|" + "---:|" * (1 + len(columns)))
     for name in options.models:
-        work = jobs(name, options.batch, options.seed)
-        times = {job: seconds(do, options.repeats) for job, do in work.items()}
+        times = seconds(jobs(name, options.batch, options.seed), options.repeats)
         for word, pick in (("best", min), ("median", statistics.median)):
             base = pick(times["step"])
             ratios = " | ".join(f"{pick(times[column]) / base:.2f}" for column in columns)

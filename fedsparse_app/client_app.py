@@ -87,6 +87,7 @@ def _served(config: Config, context: Context) -> dict[str, int]:
 
 
 def _introductions(config: Config, context: Context) -> list[Hello]:
+    device(config)  # an impossible device is refused before round 1
     data = load(config.data.name)
     rows = split(config.data.name, config.partition, config.federation.clients)
     hellos = []

@@ -57,15 +57,9 @@ def workload(config: Config) -> Workload:
     Raises
     ------
     ConfigError
-        A package the data set needs is missing, or the method prunes and nothing can be pruned.
+        The method prunes and the network has nothing that can be pruned.
     """
-    try:
-        made = _workload(config.data.name, config.model.name, config.run.seed)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"data.name = {config.data.name!r} needs the package {error.name!r}, "
-            f"which is not installed: pip install {error.name}"
-        ) from None
+    made = _workload(config.data.name, config.model.name, config.run.seed)
     if getattr(config.method, "keep", 1.0) < 1 and not made.channels.groups:
         why = "; ".join(f"{name}: {reason}" for name, reason in made.channels.pinned.items())
         raise ConfigError(

@@ -28,7 +28,8 @@ class Interval:
 
     def __str__(self) -> str:
         if self.high == math.inf:
-            return f"{'>' if self.open_low else '>='} {self.low:g}"
+            finite = " and finite" if self.open_high else ""
+            return f"{'>' if self.open_low else '>='} {self.low:g}{finite}"
         left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
         return f"in {left}{self.low:g}, {self.high:g}{right}"
 

@@ -28,6 +28,8 @@ from task.tracing.rules import apply
 
 __all__ = ["trace"]
 
+HALF = (torch.float16, torch.bfloat16)  # too coarse to see 1e-5
+
 WHOLE_MODULES: dict[type[nn.Module], str] = {
     nn.RNNBase: "is a recurrent layer, one operation of a fixed hidden size",
     nn.MultiheadAttention: "is an nn.MultiheadAttention, which cannot lose heads",
@@ -47,7 +49,8 @@ def trace(
     Parameters
     ----------
     model : nn.Module
-        Any network; it is left as it is, in the same mode, and so is the random state.
+        Any network on any device; a copy is run on the CPU, and the network, its mode and the
+        random state are left as they are.
     example : (n, …) tensor or tuple of tensors
         Inputs of a valid size; two samples are enough.
     pin : collection of str
@@ -70,20 +73,23 @@ def trace(
         If `pin` names a group that does not exist.
     """
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
-    with _quiet(model):
-        cmap = build(_record(model, inputs), inexact)
+    inputs = tuple((x.float() if x.dtype in HALF else x).to("cpu") for x in inputs)
+    with _quiet():
+        twin = copy_around(model, {}).to("cpu").eval()
+        if any(parameter.dtype in HALF for parameter in twin.parameters()):
+            twin = twin.float()
+        cmap = build(_record(twin, inputs), inexact)
         cmap = without(cmap, dict.fromkeys(pin, "pinned by the caller"))
-        return prove(model, cmap, inputs) if verify else cmap
+        return prove(twin, cmap, inputs) if verify else cmap
 
 
 @contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep the random state, compute no gradients, and let fused attention fall apart."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.random.fork_rng(list(devices)), torch.no_grad():
+        with torch.random.fork_rng([]), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
@@ -91,7 +97,7 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 
 def _record(model: nn.Module, inputs: tuple[Tensor, ...]) -> Ledger:
     """Run a copy of the modules, which shares the parameters, and write down what happens."""
-    twin = copy_around(model, {id(tensor): tensor for tensor in model.parameters()}).eval()
+    twin = copy_around(model, {id(tensor): tensor for tensor in model.parameters()})
     recorder = _Recorder()
     for name, tensor in twin.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

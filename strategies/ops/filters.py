@@ -152,8 +152,7 @@ def _convolution(layer: nn.Module, u: Tensor, d: Tensor) -> Tensor:
         columns = unfold(u[part], kernel, dilation, padding, stride)  # (n, in * k, pixels)
         columns = columns.reshape(len(columns), groups, -1, pixels)
         slopes = d[part].reshape(len(columns), groups, -1, pixels)
-        gradients: Tensor = slopes @ columns.mT  # (n, groups, out / groups, in / groups * k)
-        return gradients.square().sum(3).flatten(1)
+        return _row_norms(slopes, columns).flatten(1)
 
     each = max(layer.weight.numel(), layer.weight[0].numel() * groups * pixels)
     return _in_chunks(rows, len(u), each)
@@ -170,10 +169,21 @@ def _linear(layer: nn.Module, u: Tensor, d: Tensor) -> Tensor:
         return d.square() * u.square().sum(1, keepdim=True)
 
     def rows(part: slice) -> Tensor:
-        gradients: Tensor = d[part].flatten(1, -2).mT @ u[part].flatten(1, -2)
-        return gradients.square().sum(2)
+        return _row_norms(d[part].flatten(1, -2).mT, u[part].flatten(1, -2).mT)
 
     return _in_chunks(rows, len(u), layer.weight.numel())
+
+
+def _row_norms(a: Tensor, b: Tensor) -> Tensor:
+    """Return the squared norms of the rows of ``a @ b^T``: (..., n, p) and (..., m, p) to (..., n).
+
+    The rows are gradients of filters. With few pixels p, as in late layers, they need not be
+    formed: ``||a_i b^T||^2 = a_i (b^T b) a_i^T`` is p / n of the work.
+    """
+    if a.shape[-1] < a.shape[-2]:
+        return ((a @ (b.mT @ b)) * a).sum(-1).clamp_min(0)
+    rows: Tensor = a @ b.mT
+    return rows.square().sum(-1)
 
 
 def _in_chunks(rows: Callable[[slice], Tensor], count: int, each: int) -> Tensor:

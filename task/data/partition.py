@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from task.data import cache, domains, partitioners
 from task.data.dataset import Samples
 from task.data.split import generator, stratified
 from task.errors import DataError
+from task.options import Interval, check_options
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
@@ -61,31 +61,24 @@ class PartitionOptions:
     """
 
     kind: str = "multi-domain"
-    domains_per_client: int = 2
-    alpha: float = 0.5
-    classes_per_client: int = 2
-    test_fraction: float = 0.2
-    min_samples: int = 8
-    seed: int = 1
+    domains_per_client: Annotated[int, Interval(1)] = 2
+    alpha: Annotated[float, Interval(0, open_low=True, open_high=True)] = 0.5
+    classes_per_client: Annotated[int, Interval(1)] = 2
+    test_fraction: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 0.2
+    min_samples: Annotated[int, Interval(2)] = 8
+    seed: Annotated[int, Interval(0)] = 1
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.kind not in PARTITIONS:
             near = difflib.get_close_matches(self.kind, PARTITIONS, n=1)
             hint = f", did you mean {near[0]!r}?" if near else ""
-            raise DataError(
-                f"unknown partition {self.kind!r}{hint}; known: {', '.join(PARTITIONS)}"
-            )
-        _accept("alpha", self.alpha, 0 < self.alpha < math.inf, "a finite number above 0")
-        _accept("test-fraction", self.test_fraction, 0 < self.test_fraction < 1, "between 0 and 1")
-        _accept(
-            "min-samples", self.min_samples, self.min_samples >= 2, "2 or more, to train and test"
-        )
-        _accept("seed", self.seed, self.seed >= 0, "0 or more")
+            raise DataError(f"kind = {self.kind!r}: unknown{hint}; known: {', '.join(PARTITIONS)}")
 
 
 def _accept(name: str, value: object, accepted: bool, what: str) -> None:
     if not accepted:
-        raise DataError(f"partition option {name} = {value!r}: accepted is {what}")
+        raise DataError(f"partition.{name} = {value!r}: accepted is {what}")
 
 
 def partition(samples: Samples, options: PartitionOptions, clients: int) -> list[np.ndarray]:

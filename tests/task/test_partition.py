@@ -244,19 +244,19 @@ def test_samples_that_nobody_holds_are_left_out_with_a_warning(caplog):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"kind": "multi-domian"}, "'multi-domian', did you mean 'multi-domain'.; known: multi-"),
-        ({"kind": "x"}, "unknown partition 'x'; known: .*iid"),
-        ({"alpha": 0.0}, "alpha = 0.0: accepted is a finite number above 0"),
+        ({"kind": "multi-domian"}, "'multi-domian': .* mean 'multi-domain'.; known: multi-"),
+        ({"kind": "x"}, "kind = 'x': unknown; known: .*iid"),
+        ({"alpha": 0.0}, "alpha = 0.0: must be > 0 and finite"),
         ({"alpha": math.nan}, "alpha = nan"),
         ({"alpha": math.inf}, "alpha = inf"),
-        ({"test_fraction": 0.0}, "test-fraction = 0.0: accepted is between 0 and 1"),
+        ({"test_fraction": 0.0}, "test-fraction = 0.0: must be in .0, 1."),
         ({"test_fraction": 1.0}, "test-fraction = 1.0"),
-        ({"min_samples": 1}, "min-samples = 1: accepted is 2 or more"),
-        ({"seed": -1}, "seed = -1: accepted is 0 or more"),
+        ({"min_samples": 1}, "min-samples = 1: must be >= 2"),
+        ({"seed": -1}, "seed = -1: must be >= 0"),
     ],
 )
 def test_an_option_out_of_range_is_refused_when_options_are_made(option, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError, match=message):
         PartitionOptions(**option)
 
 
@@ -266,7 +266,6 @@ def test_an_option_out_of_range_is_refused_when_options_are_made(option, message
         ({"domains_per_client": 1}, 2, "domains-per-client = 1: accepted is 2 to 3"),
         ({"domains_per_client": 4}, 2, "domains-per-client = 4: accepted is 2 to 3"),
         ({"kind": "pathological", "classes_per_client": 6}, 2, "classes-per-client = 6: .* 1 to 5"),
-        ({"kind": "pathological", "classes_per_client": 0}, 2, "classes-per-client = 0"),
         ({"kind": "iid"}, 0, "0 clients: .* serve 1 to 15;"),
         ({"kind": "iid"}, 16, "16 clients: .* serve 1 to 15;"),
         ({}, 10, "10 clients: .*min-samples = 8 these 120 samples serve 1 to 7;"),

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -7,10 +8,10 @@ from torch import nn
 
 from task.channels import ChannelMap
 from task.errors import DataError
-from task.models import MODELS, build, example
+from task.models import build, example
 from task.submodel import slice_module
 from task.trace import trace
-from tests.task.networks import NAMES, NETWORKS, WHOLE, conv_block, network, some, traced
+from tests.task.networks import NAMES, NETWORKS, WHOLE, network, some, traced
 
 
 def test_a_residual_group_is_found_as_one_by_hand() -> None:
@@ -327,12 +328,100 @@ def coordinates(
     return found
 
 
-def test_every_model_of_the_table_is_proved_here() -> None:
-    assert set(MODELS) <= set(NAMES)
-    assert conv_block(3, 4) is not None
-
-
 def test_a_large_image_gives_the_same_groups() -> None:
     small = trace(build("cnn", (3, 16, 16), 5), example("cnn", (3, 16, 16)))
     large = trace(build("cnn", (3, 32, 32), 5), example("cnn", (3, 32, 32)))
     assert small.groups == large.groups
+
+
+def test_the_layout_in_memory_does_not_matter() -> None:
+    model, inputs = network("mobilenetv2")
+    nhwc = trace(
+        model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)
+    )
+    assert nhwc.to_json() == traced("mobilenetv2")[2].to_json()
+
+
+def test_half_precision_is_no_reason_to_pin() -> None:
+    model, inputs = network("plain-cnn")
+    assert trace(model.bfloat16(), inputs.bfloat16()).groups == {"0.0": 8, "2.0": 12}
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+class Odd(nn.Module):
+    """What forward may do: count, clip its own weights, return a dataclass with infinities."""
+
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        masked: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        self.calls += 1
+        self.one.weight.data.clamp_(-0.1, 0.1)
+        logits = self.two(torch.relu(self.one(x)))
+        return Odd.Output(logits, logits.masked_fill(torch.arange(5) > 2, -torch.inf))
+
+
+def test_a_forward_with_side_effects_has_them_on_a_copy() -> None:
+    model = Odd()
+    weights = model.one.weight.detach().clone()
+    assert float(weights.abs().max()) > 0.1
+    assert trace(model, torch.randn(2, 6)).groups == {"one": 8}
+    assert float(model.calls) == 0
+    assert torch.equal(model.one.weight, weights)
+
+
+def test_two_kinds_of_channels_of_one_layer_become_two_groups() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.Linear(6, 8)
+            self.left, self.right, self.head = nn.Linear(6, 3), nn.Linear(6, 5), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both = self.both(x)
+            return self.head(both + torch.cat([self.left(x), self.right(x)], 1))
+
+    model = Halves()
+    cmap = trace(model, torch.randn(2, 6))
+    assert cmap.groups == {"both": 3, "both#2": 5}
+    rows = cmap.axes["right.weight"][0]
+    assert rows is not None
+    assert rows.group.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("hard_coded", [True, False])
+def test_heads_of_a_hard_coded_number_shrink_only_if_their_scale_stays(hard_coded: bool) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qk, self.v, self.head = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, v = (part(x).view(2, 4, 3, -1).transpose(1, 2) for part in (self.qk, self.v))
+            scale = 0.5 if hard_coded else q.shape[-1] ** -0.5
+            mixed = (q @ q.transpose(-2, -1) * scale).softmax(-1) @ v
+            return self.head(mixed.transpose(1, 2).reshape(2, 4, -1)).sum(1)
+
+    cmap = trace(Heads(), torch.randn(2, 4, 6))
+    assert cmap.groups == ({"v": 4, "qk": 4} if hard_coded else {"v": 4})
+
+
+def test_an_inexact_group_must_still_be_sliceable() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm, self.two = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.norm(self.one(x)).view(2, 8))
+
+    cmap = trace(Fixed(), torch.randn(2, 6), inexact=True)
+    assert cmap.groups == {}
+    assert "cannot be sliced" in cmap.pinned["one"]
