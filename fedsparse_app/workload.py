@@ -10,7 +10,7 @@ from torch import nn
 from fedsparse_app.config import Config
 from fedsparse_app.errors import ConfigError
 from task.channels import ChannelMap
-from task.cost import forward_flops, parameters, training_flops
+from task.cost import flops, parameters
 from task.data import load
 from task.data.dataset import DataSet, Samples
 from task.data.partition import PartitionOptions, local_split, partition
@@ -39,11 +39,12 @@ class Workload:
         """Return ``parameters``, ``flops`` and ``train-flops`` of one sample."""
         widths = tuple(tuple(p.shape) for p in network.parameters())
         if widths not in _COSTS:
-            on_cpu = self.example[:1]
+            where = next(network.parameters()).device
+            forward, training = flops(network, self.example.to(where))
             _COSTS[widths] = {
                 "parameters": parameters(network),
-                "flops": forward_flops(network, on_cpu),
-                "train-flops": training_flops(network, on_cpu),
+                "flops": forward,
+                "train-flops": training,
             }
         return dict(_COSTS[widths])
 

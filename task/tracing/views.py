@@ -63,7 +63,7 @@ def _merge(ledger: Ledger, axes: list[Labels], sizes: list[int]) -> Labels:
     k = with_channels[0]
     labels = axes[k]
     assert labels is not None
-    return np.tile(np.tile(labels, prod(sizes[k + 1 :])), prod(sizes[:k]))
+    return np.tile(np.repeat(labels, prod(sizes[k + 1 :])), prod(sizes[:k]))
 
 
 def _split(
