@@ -192,6 +192,22 @@ def test_a_moved_zero_that_no_module_returns_is_pinned() -> None:
     assert "sigmoid" in cmap.pinned["one"]
 
 
+def test_channels_read_before_their_module_returns_them_cannot_be_gated() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.side = nn.Parameter(torch.randn(8, 6)), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x @ self.weight.T
+            return x + self.side(x)
+
+    model = nn.Sequential(Inner(), nn.Linear(8, 5))
+    cmap = trace(model, torch.randn(2, 6), verify=False)
+    assert cmap.groups == {}
+    assert "before a module returns it" in cmap.pinned["0"]
+
+
 def test_one_activation_module_in_two_places_cannot_carry_gates_of_both() -> None:
     class Reused(nn.Module):
         def __init__(self) -> None:
@@ -259,10 +275,11 @@ def test_tracing_leaves_the_network_and_the_random_state_alone(name: str) -> Non
     assert len(set(modes)) == 2
     before = copy.deepcopy(model.state_dict())
     same = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
-    random, fast = torch.get_rng_state(), torch.backends.mha.get_fastpath_enabled()
+    random = torch.get_rng_state()
+    torch.backends.mha.set_fastpath_enabled(True)
     trace(model, inputs)
     assert torch.equal(random, torch.get_rng_state())
-    assert fast == torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
     assert modes == [module.training for module in model.modules()]
     assert same == {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
