@@ -57,7 +57,7 @@ def one_domain(domain, seed, rounds):
     config = read({"run.seed": seed})
     work = workload(config)
     data = work.data.train
-    own = data.take((data.domain == domain).nonzero().flatten().numpy())
+    own = data.take(data.rows(domain).numpy())
     net = slice_module(work.model, work.channels, work.channels.full())
     options = config.train
     passes = rounds * options.epochs * len(data) // len(own)

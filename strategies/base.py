@@ -160,7 +160,8 @@ class SubmodelStrategy(Strategy):
                 check_update(job, update, shapes[id(kept)][1], self.score_shape)
                 self.validate(job, update)
                 round.updates.append(update)
-            except ShapeError as error:
+            except (ValueError, TypeError, RuntimeError) as error:
+                # Whatever a reply does to the checks, it costs that reply alone.
                 round.failures[job.client] = str(error)
         round.updates.sort(key=lambda update: update.client)
         round.merged = len(round.updates) >= self.federation.min_replies

@@ -148,7 +148,7 @@ class FedFIP(SubmodelStrategy):
         if options.dsfp:
             measured = federate([u.extras["fisher"] for u in updates], weights)
             self.importance = renew(self.importance, measured, self.channels, options.kappa)
-            diagnostics["private"] = {u.client: int(u.costs["private"]) for u in updates}
+            diagnostics["private"] = {u.client: int(u.costs.get("private", 0)) for u in updates}
             diagnostics["jaccard"] = self._next_mask(round)
         return diagnostics
 
@@ -184,6 +184,8 @@ class FedFIP(SubmodelStrategy):
                 raise ShapeError(
                     f"signatures: shape {tuple(rows.shape)} for {len(domains)} domains"
                 )
+            if domains.dtype != torch.int64 or counts.dtype != torch.int64:
+                raise ShapeError(f"domains, counts: {domains.dtype}, {counts.dtype}, not int64")
             inside = (domains >= 0) & (domains < self.score_shape[0]) & (counts > 0)
             if not inside.all() or not torch.isfinite(rows).all() or (rows < 0).any():
                 raise ShapeError("signatures: unknown domain, no samples, or not a distribution")
@@ -253,9 +255,8 @@ class FedFIP(SubmodelStrategy):
         packed = update.extras.get("held", torch.empty(0, dtype=torch.uint8))
         if tuple(packed.shape) != (-(-self.channels.size // 8),) or packed.dtype != torch.uint8:
             raise ShapeError(f"held: {tuple(packed.shape)} {packed.dtype}, not a channel mask")
-        return self.channels.kept(
-            np.unpackbits(packed.numpy(), count=self.channels.size).astype(bool)
-        )
+        mask = np.unpackbits(packed.numpy(), count=self.channels.size).astype(bool)
+        return self.channels.kept(mask)
 
 
 class FedFIPClient(ClientHalf):
@@ -280,7 +281,7 @@ class FedFIPClient(ClientHalf):
         extras: dict[str, Tensor] = {}
         if self.options.dsfp or self.options.dsr:
             per_domain = self._measure(job, model, held, seen)
-            counts = domain_counts(self.me.train)
+            counts = self.me.train.counts()
             fisher = pool(per_domain, counts)
             if self.options.dsfp:
                 extras["fisher"] = fisher.float()
@@ -383,8 +384,8 @@ class Contrast:
         self.prototypes = prototypes
         self.draw = client.me.generator("contrastive samples", job.round)
         self.rows = {
-            k: (self.samples.domain == k).nonzero().flatten().cpu()
-            for k, n in domain_counts(self.samples).items()
+            k: self.samples.rows(k)
+            for k, n in self.samples.counts().items()
             if n >= 2 and k in prototypes
         }
         self.turn = 0
@@ -413,19 +414,11 @@ class Contrast:
         return None if loss is None else o.lambda_con * o.dsr_every * len(self.rows) * loss
 
 
-def domain_counts(samples: Samples) -> dict[int, int]:
-    """Return the number of samples of each domain present."""
-    counts = torch.bincount(samples.domain.cpu()).tolist()
-    return {k: n for k, n in enumerate(counts) if n}
-
-
 def cap_per_domain(samples: Samples, most: int, draw: torch.Generator) -> Samples:
     """Return at most ``most`` samples of each domain, drawn without replacement."""
-    rows = []
-    for k in sorted(domain_counts(samples)):
-        own = (samples.domain == k).nonzero().flatten().cpu()
-        rows.append(own[torch.randperm(len(own), generator=draw)[:most]])
-    return samples.take(torch.cat(rows).numpy())
+    own = [samples.rows(k) for k in samples.counts()]
+    drawn = [rows[torch.randperm(len(rows), generator=draw)[:most]] for rows in own]
+    return samples.take(torch.cat(drawn).numpy())
 
 
 def to_half(rows: Tensor) -> Tensor:

@@ -246,6 +246,8 @@ def decode_scores(content: RecordDict) -> Scores:
         )
     if scores.correct.shape != scores.total.shape or len(scores.loss) != len(scores.total):
         raise ShapeError(f"scores: shapes {scores.correct.shape} and {scores.total.shape} differ")
+    if not bool(torch.isfinite(scores.loss).all()):
+        raise ShapeError("scores: NaN or infinite loss")
     if (scores.correct < 0).any() or (scores.correct > scores.total).any():
         raise ShapeError("scores: more right answers than questions")
     return scores

@@ -100,5 +100,8 @@ def check_update(
             f"samples {update.samples}, steps {update.steps}, loss {update.loss}: "
             "must be positive and finite"
         )
+    for name, value in update.costs.items():
+        if not 0 <= value < float("inf"):
+            raise ShapeError(f"cost {name} = {value}: must be finite and not negative")
     if update.scores is not None and tuple(update.scores.total.shape) != score_shape:
         raise ShapeError(f"scores: shape {tuple(update.scores.total.shape)}, not {score_shape}")

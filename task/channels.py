@@ -24,7 +24,7 @@ from torch import Tensor
 from task.errors import DataError
 from task.segments import pack, unpack
 
-__all__ = ["FIXED", "Axis", "ChannelMap", "GatePoint", "Kept", "State"]
+__all__ = ["FIXED", "Axis", "Bools", "ChannelMap", "GatePoint", "Ints", "Kept", "State"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -86,7 +86,7 @@ def trace(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the random state, compute no gradients, and let fused attention fall apart."""
-    fused = False
+    fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.random.fork_rng([]), torch.no_grad():

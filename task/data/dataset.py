@@ -40,6 +40,15 @@ class Samples:
         x = self.x[index]
         return x.float().div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
+    def counts(self) -> dict[int, int]:
+        """Return the number of samples of each domain present."""
+        counts = torch.bincount(self.domain.cpu()).tolist()
+        return {domain: n for domain, n in enumerate(counts) if n}
+
+    def rows(self, domain: int) -> Tensor:
+        """Return the indices of the samples of ``domain``."""
+        return (self.domain == domain).nonzero().flatten().cpu()
+
     def to(self, device: torch.device) -> "Samples":
         """Return the same samples on ``device``."""
         return Samples(self.x.to(device), self.y.to(device), self.domain.to(device))

@@ -63,6 +63,7 @@ FAULTS = {
     "stale round": (number("round", 7), "round 7"),
     "another client": (another_client, "client-03"),
     "no samples": (number("samples", 0), "samples 0"),
+    "cost nan": (number("cost.parameters", float("nan")), "cost parameters = nan"),
     "loss nan": (number("loss", float("nan")), "loss nan"),
 }
 del FAULTS["extra"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from strategies import FederationOptions
-from strategies.fedfip import FedFIPOptions, domain_counts
+from strategies.fedfip import FedFIPOptions
 from task.submodel import extract
 from tests.strategies.federation import DOMAINS, Federation
 
@@ -291,7 +291,7 @@ def test_the_term_is_scaled_to_the_sum_over_domains_and_all_steps():
     half = run.halves["client-00"]
     job = run.server.job(run.server.exchange.clients["client-00"], 2)
     contrast = half._contrast(job, run.channels.full())
-    assert len(contrast.rows) == len(domain_counts(half.me.train)) == 2
+    assert len(contrast.rows) == len(half.me.train.counts()) == 2
     net = half.me.submodel(job.kept, job.state)
 
     class step:
@@ -378,6 +378,8 @@ def test_memory_and_recall_are_inverse():
         ("signatures", torch.full((2, 20), math.nan).half(), "signatures"),
         ("domains", torch.tensor([0, 9]), "signatures: unknown domain"),
         ("counts", torch.tensor([0, 1]), "signatures"),
+        ("domains", torch.tensor([0.0, math.nan]), "not int64"),
+        ("domains", torch.tensor(1), ""),
     ],
 )
 def test_hostile_extras_cost_the_reply_alone(name, value, reason):
@@ -397,3 +399,27 @@ def test_hostile_extras_cost_the_reply_alone(name, value, reason):
 def test_defaults_are_those_of_the_paper_where_it_gives_them():
     options = FedFIPOptions()
     assert (options.keep, options.mu, options.lambda_con, options.tau) == (0.8, 0.4, 0.01, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        (torch.zeros(3, dtype=torch.uint8), "shared channels are missing|channel"),
+        (torch.zeros(2, dtype=torch.uint8), "held: .2,"),
+        (torch.zeros(3), "held"),
+    ],
+)
+def test_a_hostile_mask_costs_the_reply_alone(held, reason):
+    import re
+
+    from flwr.app import ArrayRecord
+
+    def tamper(content):
+        extras = content.array_records["extras"].to_torch_state_dict()
+        content["extras"] = ArrayRecord(extras | {"held": held})
+        return content
+
+    run = Federation("fedfip", tamper={"client-00": tamper}, sa=False)
+    run.run(rounds=1)
+    assert re.search(reason, run.rounds[1].failures["client-00"])
+    assert len(run.rounds[1].updates) == 3

@@ -153,6 +153,7 @@ def test_a_hello_that_is_none_is_refused(clients):
         (torch.tensor([1]), torch.tensor([3]), torch.zeros(1)),
         (torch.tensor([[1, 1]]), torch.tensor([[3]]), torch.zeros(1)),
         (torch.tensor([[1]]), torch.tensor([[3]]), torch.zeros(2)),
+        (torch.tensor([[1]]), torch.tensor([[3]]), torch.tensor([float("nan")])),
     ],
 )
 def test_scores_that_cannot_be_counts_are_refused(correct, total, loss):
