@@ -1,14 +1,14 @@
 """The driver: one Flower ``Strategy`` that says hello, trains, merges and evaluates.
 
-A method subclasses :class:`SubmodelStrategy` and writes ``job`` (which channels and arrays a client
-gets) and ``merge`` (how the answers become the next global model). Messages of different shapes,
-checking of replies and bookkeeping are here and in ``exchange``, once.
+A method subclasses :class:`SubmodelStrategy` and writes ``jobs`` (which channels and arrays each
+client gets) and ``merge`` (how the answers become the next global model). Messages of different
+shapes, checking of replies and bookkeeping are here and in ``exchange``, once.
 """
 
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from logging import INFO
 from typing import Any
 
@@ -30,7 +30,7 @@ __all__ = ["FederationOptions", "SubmodelStrategy"]
 
 
 class SubmodelStrategy(Strategy):
-    """Server half of every method; abstract in ``job`` and ``merge``.
+    """Server half of every method; abstract in ``jobs`` and ``merge``.
 
     Parameters
     ----------
@@ -66,8 +66,8 @@ class SubmodelStrategy(Strategy):
     # What a method writes --------------------------------------------------------------------
 
     @abstractmethod
-    def job(self, client: Hello, round: int) -> Job:
-        """Return what ``client`` is asked to do in ``round``."""
+    def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
+        """Return what each of ``clients`` (sorted by name) is asked to do in ``round``."""
 
     @abstractmethod
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
@@ -141,8 +141,9 @@ class SubmodelStrategy(Strategy):
         """Sample clients and write each its own job."""
         self.exchange.greet(grid)
         self._round = Round(server_round)
-        for client in self.exchange.sample(server_round, grid):
-            self._round.jobs[client] = self.job(self.exchange.clients[client], server_round)
+        sampled = [self.exchange.clients[c] for c in self.exchange.sample(server_round, grid)]
+        for client, job in self.jobs(sampled, server_round).items():
+            self._round.jobs[client] = replace(job, evaluate=self.evaluates(server_round))
         return self.exchange.messages(self._round.jobs, MessageType.TRAIN, self._round)
 
     def aggregate_train(
@@ -195,12 +196,11 @@ class SubmodelStrategy(Strategy):
         total: Scores | None = None
         for job, content in sorted(answers, key=lambda pair: pair[0].client):
             try:
-                scores = decode_scores(content)
+                scores = decode_scores(content, self.score_shape)
             except ShapeError as error:
                 self._round.failures[job.client] = str(error)
                 continue
-            if tuple(scores.total.shape) == self.score_shape:
-                total = scores if total is None else total + scores
+            total = scores if total is None else total + scores
         self._round.scores = total
         return None if total is None else MetricRecord({"accuracy": total.accuracy()})
 

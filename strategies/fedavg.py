@@ -8,37 +8,55 @@ from Decentralized Data", AISTATS 2017, Algorithm 1.
 3. The server sets w <- sum over S_t of n_i / n * w_i, n = sum over S_t of n_i.
 
 Differences from the paper: none in the algorithm; BatchNorm statistics are averaged like weights.
+``keep`` below 1 does the same with the leading channels of every group: the plain small network
+that every client can carry, the reference for methods with submodels.
 """
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from strategies.base import SubmodelStrategy
 from strategies.local import ClientHalf
 from strategies.ops.average import weighted_mean
 from strategies.records import Hello, Job, Update
+from task.channels import Kept
+from task.options import Interval, check_options
+from task.submodel import extract, scatter
 
 __all__ = ["FedAvg", "FedAvgClient", "FedAvgOptions"]
 
 
 @dataclass(frozen=True)
 class FedAvgOptions:
-    """FedAvg has no options of its own."""
+    """Width of the one network, as a fraction of the dense one."""
+
+    keep: Annotated[float, Interval(0, 1, open_low=True)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class FedAvg(SubmodelStrategy):
     """Server half."""
 
-    def job(self, client: Hello, round: int) -> Job:
+    options: FedAvgOptions
+
+    def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Send the whole network."""
         kept = self.global_kept()
-        return Job(client.client, round, kept, self.state, kept, evaluate=self.evaluates(round))
+        state = extract(self.state, self.channels, kept)
+        return {c.client: Job(c.client, round, kept, state, kept) for c in clients}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Average by samples."""
-        self.state = weighted_mean([u.state for u in updates], [u.samples for u in updates])
+        mean = weighted_mean([u.state for u in updates], [u.samples for u in updates])
+        scatter(mean, self.channels, self.global_kept(), self.state)
         return {}
+
+    def global_kept(self) -> Kept:
+        """Return the leading channels."""
+        return self.channels.prefix(self.options.keep)
 
 
 class FedAvgClient(ClientHalf):

@@ -110,26 +110,18 @@ class FedFIP(SubmodelStrategy):
         self.mask = np.ones(self.channels.size, dtype=bool)  # M_g of the coming round
         self.trained_mask = self.mask  # M_g of the last merged round
         self.prototypes: dict[int, Tensor] = {}
-        self._shared: tuple[int, Kept, State] | None = None
 
-    def job(self, client: Hello, round: int) -> Job:
+    def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Send w restricted to M_g and the prototypes; the dense w when Fisher is refreshed."""
-        kept, state = self._cut(round)
-        dense = self._refreshes(round)
+        kept, dense = self.channels.kept(self.mask), self._refreshes(round)
+        state = self.state if dense else extract(self.state, self.channels, kept)
+        sent = self.channels.full() if dense else kept
         extras = {}
         if self.options.regularises and self.prototypes:
             extras["prototype-domains"] = torch.tensor(sorted(self.prototypes))
             rows = [self.prototypes[k][self.mask] for k in sorted(self.prototypes)]
             extras["prototypes"] = to_half(torch.stack(rows))
-        return Job(
-            client.client,
-            round,
-            kept,
-            self.state if dense else state,
-            self.channels.full() if dense else kept,
-            extras,
-            self.evaluates(round),
-        )
+        return {c.client: Job(c.client, round, kept, state, sent, extras) for c in clients}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Aggregate what is shared (SA), then the next mask (DSFP) and prototypes (DSR)."""
@@ -207,13 +199,6 @@ class FedFIP(SubmodelStrategy):
             for name, p in memory.items()
             if name.startswith("prototype.")
         }
-
-    def _cut(self, round: int) -> tuple[Kept, State]:
-        """Cut w down to M_g once a round: every client gets the same tensors."""
-        if self._shared is None or self._shared[0] != round:
-            kept = self.channels.kept(self.mask)
-            self._shared = round, kept, extract(self.state, self.channels, kept)
-        return self._shared[1:]
 
     def _refreshes(self, round: int) -> bool:
         every, age = self.options.fisher_refresh, round - self.options.warmup

@@ -227,8 +227,8 @@ def encode_scores(scores: Scores) -> RecordDict:
     return RecordDict({"scores": _arrays(arrays)})
 
 
-def decode_scores(content: RecordDict) -> Scores:
-    """Read the sums of an evaluation.
+def decode_scores(content: RecordDict, shape: tuple[int, int] | None = None) -> Scores:
+    """Read the sums of an evaluation, of ``shape`` (domains, classes) where it is given.
 
     Raises
     ------
@@ -246,6 +246,8 @@ def decode_scores(content: RecordDict) -> Scores:
         )
     if scores.correct.shape != scores.total.shape or len(scores.loss) != len(scores.total):
         raise ShapeError(f"scores: shapes {scores.correct.shape} and {scores.total.shape} differ")
+    if shape is not None and tuple(scores.total.shape) != shape:
+        raise ShapeError(f"scores: shape {tuple(scores.total.shape)}, expected {shape}")
     if not bool(torch.isfinite(scores.loss).all()):
         raise ShapeError("scores: NaN or infinite loss")
     if (scores.correct < 0).any() or (scores.correct > scores.total).any():

@@ -167,8 +167,7 @@ def contrastive_loss(v: Tensor, prototypes: Prototypes, domain: int, tau: float 
         return v.new_zeros(())
     known = sorted(prototypes)
     others = torch.stack([prototypes[k].to(v) for k in known])
-    # 1e-8, the default of eps, would bend the cosine of signatures over very many channels.
-    similarity = cosine_similarity(v.unsqueeze(0), others, dim=1, eps=1e-30) / tau
+    similarity = cosine_similarity(v.unsqueeze(0), others, dim=1) / tau
     return -torch.log_softmax(similarity, dim=0)[known.index(domain)]
 
 

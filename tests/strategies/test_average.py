@@ -128,11 +128,14 @@ def test_untouched_submodels_average_to_the_network_they_were_cut_from(cuts):
         torch.testing.assert_close(got[name], full[name], rtol=3e-7, atol=0)
 
 
-def test_clients_of_full_width_give_the_plain_weighted_mean_bit_for_bit():
-    states, weights = [state(seed) for seed in range(1, 8)], [3.0, 10.0, 7.0, 1.0, 113.0, 29.0, 5.0]
-    subs = [(s, CMAP.full()) for s in states]
-    overlap, plain = average_overlap(state(0), CMAP, subs, weights), weighted_mean(states, weights)
-    assert all(torch.equal(overlap[name], plain[name]) for name in SHAPES)
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_clients_of_full_width_give_the_plain_weighted_mean_bit_for_bit(count):
+    states = [state(seed) for seed in range(count)]
+    for seed in range(10):
+        weights = np.random.default_rng(seed).integers(1, 500, count).tolist()
+        overlap = average_overlap(state(99), CMAP, [(s, CMAP.full()) for s in states], weights)
+        plain = weighted_mean(states, weights)
+        assert all(torch.equal(overlap[name], plain[name]) for name in SHAPES)
 
 
 @law

@@ -218,3 +218,20 @@ def test_training_helps(method):
     run.run(rounds=8)
     losses = [r.updates[0].loss for r in run.rounds[1:]]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_scores_of_another_task_are_refused_with_the_reason():
+    from strategies.records import encode_scores
+    from task.train import Scores
+
+    def other(content):
+        if "scores" in content and "numbers" not in content:
+            scores = Scores(torch.ones(1, 2).long(), torch.ones(1, 2).long(), torch.zeros(1))
+            return encode_scores(scores)
+        return content
+
+    federation = FederationOptions(evaluate_on="clients", wait=1.0)
+    run = Federation(tamper={"client-02": other}, federation=federation)
+    run.run(rounds=1)
+    assert "scores: shape (1, 2)" in run.rounds[1].failures["client-02"]
+    assert int(run.rounds[1].scores.total.sum()) == 3 * 6

@@ -31,3 +31,13 @@ def test_one_client_alone_is_plain_training():
     state = run.run(rounds=1)
     alone = run.rounds[1].updates[0].state
     assert all(torch.equal(state[name], alone[name]) for name in state)
+
+
+def test_a_small_width_is_fedavg_of_the_leading_channels_and_leaves_the_rest():
+    run = Federation(keep=0.5)
+    state = run.run(rounds=2)
+    before = run.model.state_dict()
+    assert run.rounds[2].updates[0].state["3.weight"].shape[:2] == (6, 4)
+    assert torch.equal(state["3.weight"][6:], before["3.weight"][6:])
+    assert torch.equal(state["3.weight"][:, 4:], before["3.weight"][:, 4:])
+    assert not torch.equal(state["3.weight"][:6, :4], before["3.weight"][:6, :4])

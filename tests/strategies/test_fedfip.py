@@ -289,7 +289,7 @@ def test_the_term_is_scaled_to_the_sum_over_domains_and_all_steps():
     run = Federation("fedfip", keep=1.0, dsr_every=3, lambda_con=0.1)
     run.run(rounds=1)
     half = run.halves["client-00"]
-    job = run.server.job(run.server.exchange.clients["client-00"], 2)
+    job = run.server.jobs([run.server.exchange.clients["client-00"]], 2)["client-00"]
     contrast = half._contrast(job, run.channels.full())
     assert len(contrast.rows) == len(half.me.train.counts()) == 2
     net = half.me.submodel(job.kept, job.state)

@@ -153,6 +153,13 @@ def test_private_channels_are_outside_the_mask_within_budget_and_fewer_at_a_larg
         assert len(taken) <= budget * cmap.groups[name] + 1e-9
 
 
+@pytest.mark.parametrize(("budget", "count"), [(0.29, 29), (0.295, 29), (0.0, 0)])
+def test_the_budget_is_a_whole_number_of_channels_that_rounding_does_not_shorten(budget, count):
+    mask = np.arange(100) < 50
+    private = reactivate(torch.ones(100), mask, groups(a=100), phi=0.5, budget=budget)
+    assert private.sum() == count
+
+
 @pytest.mark.parametrize("mode", ["relative", "quantile", "absolute"])
 def test_an_infinite_phi_takes_nothing_back_even_where_all_shared_channels_are_zero(mode):
     cmap = groups(a=4)
