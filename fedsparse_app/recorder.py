@@ -8,6 +8,7 @@ from logging import INFO
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.supercore import log
 from safetensors.torch import save
 
@@ -18,6 +19,7 @@ from fedsparse_app.overrides import Scalar
 from fedsparse_app.workload import Workload
 from strategies.base import SubmodelStrategy
 from strategies.ops.average import coverage
+from strategies.records import Update, encode_update, wire_bytes
 from strategies.rounds import Round
 from task.channels import Kept
 from task.cost import mask_counted_parameters
@@ -45,6 +47,9 @@ class Recorder:
         self.folder, self.config, self.work, self.strategy = folder, config, work, strategy
         self.begin = self.last = time.monotonic()
         self.personal: dict[str, float] = {}
+        self.dense = work.costs(work.model)
+        self.dense_bytes = _dense_upload(work)
+        self.upload_ratio = self.flops_ratio = 1.0  # of the last merged round, against dense
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.toml", _toml(config).encode())
         log(INFO, "%s", HEADER)
@@ -64,7 +69,13 @@ class Recorder:
         self.last = now
 
     def close(self) -> None:
-        """Write the final model with the channels it keeps."""
+        """Write the final model with the channels it keeps, and say what it cost."""
+        log(
+            INFO,
+            "last round: uploads %.2f of a dense network's bytes, %.2f of its training FLOPs",
+            self.upload_ratio,
+            self.flops_ratio,
+        )
         kept = self.strategy.global_kept()
         state = extract(self.strategy.state, self.work.channels, kept)
         metadata = {
@@ -88,6 +99,11 @@ class Recorder:
         network = slice_module(self.work.model, channels, kept)
         costs = self.work.costs(network)
         samples = sum(u.samples for u in round.updates)
+        bytes_up = sum(round.bytes_up.get(u.client, 0) for u in round.updates)
+        if round.merged:
+            self.upload_ratio = bytes_up / (len(round.updates) * self.dense_bytes)
+            flops = statistics.fmean(u.costs.get("train-flops", 0.0) for u in round.updates)
+            self.flops_ratio = flops / self.dense["train-flops"]
         keep = sum(len(index) for index in kept.values()) / max(1, channels.size)
         uploads = [self.strategy.uploaded(round.jobs[u.client], u) for u in round.updates]
         return {
@@ -109,6 +125,8 @@ class Recorder:
             "train_flops": int(costs["train-flops"]),
             "bytes_down": sum(round.bytes_down.values()),
             "bytes_up": sum(round.bytes_up.values()),
+            "upload_ratio": self.upload_ratio if round.merged else None,
+            "train_flops_ratio": self.flops_ratio if round.merged else None,
             "coverage": coverage(
                 channels, {name: tuple(t.shape) for name, t in state.items()}, uploads
             ),
@@ -196,6 +214,17 @@ class Recorder:
             now - self.last,
             left,
         )
+
+
+def _dense_upload(work: Workload) -> int:
+    """Return the bytes of an upload of the whole network and nothing else, as FedAvg's is."""
+    scores = Scores(
+        *(torch.zeros(work.score_shape, dtype=torch.int64) for _ in range(2)),
+        torch.zeros(work.score_shape[0], dtype=torch.float64),
+    )
+    costs = dict.fromkeys(("parameters", "flops", "train-flops", "private", "seconds"), 0.0)
+    update = Update("client-00", 1, work.model.state_dict(), 1, 1, 0.0, {}, scores, costs)
+    return wire_bytes(encode_update(update))
 
 
 def _timing(round: Round, seconds: float) -> dict[str, Any]:

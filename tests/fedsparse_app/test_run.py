@@ -65,6 +65,9 @@ def test_metrics_speak_for_the_sliced_network(runs):
     assert second["flops"] < 0.4 * first["flops"]
     assert second["train_flops"] < 0.4 * first["train_flops"]
     assert second["bytes_up"] < 0.4 * first["bytes_up"]
+    assert second["upload_ratio"] < 0.4
+    assert second["train_flops_ratio"] < 0.4
+    assert 1.0 < first["upload_ratio"] < 1.05  # dense, with Fisher and signatures
     assert set(second["global"]["accuracy"]) == {"mnist", "mnist-m", "optdigits", "syn"}
     assert second["global"]["std"] > second["global"]["std0"] > 0
     assert sum(second["coverage"].values()) == sum(first["coverage"].values())
