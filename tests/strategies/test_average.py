@@ -1,4 +1,4 @@
-"""Means of networks: laws D10, D34 and D41, and naive loops over single entries as oracle."""
+"""Means of networks: laws, and naive loops over single entries as oracle."""
 
 import itertools
 

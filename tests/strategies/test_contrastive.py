@@ -1,4 +1,4 @@
-"""Signatures, prototypes and the structural contrastive loss (D11-D14)."""
+"""Signatures, prototypes and the structural contrastive loss."""
 
 import math
 

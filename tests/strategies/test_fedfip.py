@@ -30,7 +30,7 @@ def naive_shared(channels, name, shape, mask):
     return torch.from_numpy(shared)
 
 
-# D1 ----------------------------------------------------------------------------------------------
+# Against FedAvg ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_client_trains_a_physically_smaller_network_and_uploads_the_shared_p
 
 
 def test_private_channels_never_reach_the_server():
-    """D9: noise on the client's private entries after training changes nothing at the server."""
+    """Noise on the client's private entries after training changes nothing at the server."""
     options = {"keep": 0.5, "react_max": 0.25, "phi": 0.0, "dsr": False, "dsfp": True}
     plain, noisy = Federation("fedfip", **options), Federation("fedfip", **options)
     half = noisy.halves["client-01"]

@@ -1,4 +1,4 @@
-"""Fisher information of channels against one pass per sample, closed forms, and laws (D2-D5)."""
+"""Fisher information of channels against one pass per sample, closed forms, and laws."""
 
 import copy
 

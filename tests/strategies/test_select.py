@@ -1,4 +1,4 @@
-"""Laws of choosing channels (D6, D9) and a naive choice written from the definitions."""
+"""Laws of choosing channels and a naive choice written from the definitions."""
 
 import math
 

@@ -47,7 +47,7 @@ def test_groups_that_are_not_named_are_left_alone(name: str) -> None:
 
 
 def test_the_gradient_of_a_gate_is_that_of_scale_and_shift() -> None:
-    """D3: dL/dm = gamma dL/dgamma + beta dL/dbeta, one writer, gate behind the BatchNorm."""
+    """dL/dm = gamma dL/dgamma + beta dL/dbeta, one writer, gate behind the BatchNorm."""
     model, inputs, cmap = traced("plain-cnn")
     gates = {key: torch.ones(n, requires_grad=True) for key, n in cmap.groups.items()}
     with gated(model, cmap, gates):

@@ -98,7 +98,7 @@ def test_an_extracted_state_owns_its_memory() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_sliced_gated_and_zeroed_networks_compute_the_same(name: str, seed: int) -> None:
-    """D7: with non-zero BatchNorm shift and mean."""
+    """With non-zero BatchNorm shift and mean."""
     model, inputs, cmap = traced(name)
     kept = some(cmap, seed)
     mask = cmap.split(torch.from_numpy(cmap.mask(kept)).float())
@@ -115,7 +115,7 @@ def test_sliced_gated_and_zeroed_networks_compute_the_same(name: str, seed: int)
 
 
 def test_masking_a_convolution_but_not_its_norm_is_not_pruning() -> None:
-    """D7, the other way: beta - gamma * mean / sigma stays."""
+    """The other way: beta - gamma * mean / sigma stays."""
     model, inputs, cmap = traced("plain-cnn")
     kept = cmap.prefix(0.5)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def train(model: nn.Module, inputs: Tensor, frozen: dict[str, Tensor], steps: in
 
 @pytest.mark.parametrize("name", [*NETWORKS, "cnn", "resnet10", "transformer"])
 def test_training_the_sliced_network_is_training_the_masked_one(name: str) -> None:
-    """D8, in double precision; the masked network has gates at zero and full tensors."""
+    """In double precision; the masked network has gates at zero and full tensors."""
     model, inputs, cmap = traced(name)
     model = model.double().train()
     for module in model.modules():
