@@ -38,8 +38,8 @@ def federated(recipe, seed, rounds, folder):
         "avg": 100 * last["global"]["avg"],
         "std": 100 * last["global"]["std"],
         "personal": 100 * last["personal"]["mean"],
-        "mb_up": last["bytes_up"] / 1e6,
-        "train_flops": last["train_flops"],
+        "upload": last["upload_ratio"],
+        "train": last["train_flops_ratio"],
         "parameters": last["parameters"],
     }
 
@@ -100,17 +100,15 @@ def main():
         }
         results = {name: [runs[name, s].result() for s in seeds] for name in names}
         singles = {k: [alone[k, s].result() for s in seeds] for k in range(4)}
-    dense = results["FedAvg"][0]
     print(f"{args.seeds} seeds, {args.rounds} rounds, mean ± sample standard deviation")
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 1 thread a run\n")
     print("| method | AVG | STD | personal | bytes up | training FLOPs | parameters |")
     print("|---|---|---|---|---|---|---|")
     for name, rows in results.items():
-        first = rows[0]
-        ratios = [first[key] / dense[key] for key in ("mb_up", "train_flops")]
+        upload, train = (statistics.fmean(row[key] for row in rows) for key in ("upload", "train"))
         print(
             f"| {name} | {spread(rows, 'avg')} | {spread(rows, 'std')} | {spread(rows, 'personal')}"
-            f" | {ratios[0]:.2f} | {ratios[1]:.2f} | {first['parameters']:,} |"
+            f" | {upload:.2f} | {train:.2f} | {rows[0]['parameters']:,} |"
         )
     best = max(singles.values(), key=lambda rows: statistics.fmean(row["avg"] for row in rows))
     print(

@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
 from fedsparse_app.config import Config, read
+from fedsparse_app.errors import ConfigError
 from fedsparse_app.state import ClientState
 from fedsparse_app.workload import client_ids, client_share, device, split, workload
 from strategies import STRATEGIES
@@ -79,7 +80,12 @@ def _served(config: Config, context: Context) -> dict[str, int]:
     Clients are dealt over the nodes, so that any number of simulated SuperNodes serves them all.
     """
     clients, node = config.federation.clients, context.node_config
-    number = int(node.get("partition-id", 0))
+    if "partition-id" not in node:
+        raise ConfigError(
+            "node config has no partition-id, the share of the data that this node holds: start "
+            f'flower-supernode with --node-config "partition-id=0 num-partitions={clients}"'
+        )
+    number = int(node["partition-id"])
     nodes = int(node.get("num-partitions", clients))
     if "client-id" in node:
         return {str(node["client-id"]): number}
@@ -94,7 +100,7 @@ def _introductions(config: Config, context: Context) -> list[Hello]:
     for name, index in _served(config, context).items():
         held = torch.bincount(data.train.domain[rows[index]], minlength=len(data.domains))
         domains = {k: int(n) for k, n in zip(data.domains, held, strict=True) if n}
-        hellos.append(Hello(name, domains, float(context.node_config.get("keep", 1.0))))
+        hellos.append(Hello(name, domains))
     return hellos
 
 

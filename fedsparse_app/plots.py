@@ -126,7 +126,7 @@ def _draw_importance(axes: "Axes", shares: Mapping[str, Any], groups: list[str])
 
 def _importance(run: Run) -> Mapping[str, Any]:
     """Return the latest share of importance per domain and group, {} where the method has none."""
-    told = (row.get("strategy", {}).get("importance") for row in reversed(run.rounds))
+    told = (row.get("strategy", {}).get("prototype_share") for row in reversed(run.rounds))
     shares: Mapping[str, Any] = next((shares for shares in told if shares), {})
     names = {str(index): name for index, name in enumerate(run.partition.get("domains", ()))}
     return {names.get(key, key): value for key, value in shares.items()}  # methods count domains

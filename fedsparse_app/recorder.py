@@ -47,6 +47,7 @@ class Recorder:
         self.folder, self.config, self.work, self.strategy = folder, config, work, strategy
         self.begin = self.last = time.monotonic()
         self.personal: dict[str, float] = {}
+        self.shapes = {name: tuple(p.shape) for name, p in work.model.named_parameters()}
         self.dense = work.costs(work.model)
         self.dense_bytes = _dense_upload(work)
         self.upload_ratio = self.flops_ratio = 1.0  # of the last merged round, against dense
@@ -95,7 +96,7 @@ class Recorder:
         return evaluate(network, self.work.data.test, *self.work.score_shape)
 
     def _row(self, round: Round, kept: Kept, scores: Scores | None) -> dict[str, Any]:
-        channels, state = self.work.channels, self.strategy.state
+        channels = self.work.channels
         network = slice_module(self.work.model, channels, kept)
         costs = self.work.costs(network)
         samples = sum(u.samples for u in round.updates)
@@ -127,9 +128,8 @@ class Recorder:
             "bytes_up": sum(round.bytes_up.values()),
             "upload_ratio": self.upload_ratio if round.merged else None,
             "train_flops_ratio": self.flops_ratio if round.merged else None,
-            "coverage": coverage(
-                channels, {name: tuple(t.shape) for name, t in state.items()}, uploads
-            ),
+            # Entries of the global network by the number of uploads that they are merged from.
+            "coverage": coverage(channels, self.shapes, uploads),
             "strategy": round.diagnostics,
         }
 
@@ -192,7 +192,7 @@ class Recorder:
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with (self.folder / name).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def _log(self, row: dict[str, Any], now: float) -> None:
         rounds, number = self.config.run.rounds, row["round"]
@@ -218,10 +218,8 @@ class Recorder:
 
 def _dense_upload(work: Workload) -> int:
     """Return the bytes of an upload of the whole network and nothing else, as FedAvg's is."""
-    scores = Scores(
-        *(torch.zeros(work.score_shape, dtype=torch.int64) for _ in range(2)),
-        torch.zeros(work.score_shape[0], dtype=torch.float64),
-    )
+    counts = torch.zeros(work.score_shape, dtype=torch.int64)
+    scores = Scores(counts, counts, torch.zeros(work.score_shape[0], dtype=torch.float64))
     costs = dict.fromkeys(("parameters", "flops", "train-flops", "private", "seconds"), 0.0)
     update = Update("client-00", 1, work.model.state_dict(), 1, 1, 0.0, {}, scores, costs)
     return wire_bytes(encode_update(update))

@@ -1,7 +1,7 @@
 """What server and clients both build from the options: data, network, channel map, split."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from task.trace import trace
 __all__ = ["Workload", "client_ids", "client_share", "device", "split", "workload"]
 
 
+Widths = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Workload:
     """A data set, the dense network with its initial weights, and its channels."""
@@ -29,6 +32,7 @@ class Workload:
     model: nn.Module
     channels: ChannelMap
     example: torch.Tensor
+    known_costs: dict[Widths, dict[str, float]] = field(default_factory=dict)
 
     @property
     def score_shape(self) -> tuple[int, int]:
@@ -38,18 +42,15 @@ class Workload:
     def costs(self, network: nn.Module) -> dict[str, float]:
         """Return ``parameters``, ``flops`` and ``train-flops`` of one sample."""
         widths = tuple(tuple(p.shape) for p in network.parameters())
-        if widths not in _COSTS:
+        if widths not in self.known_costs:
             where = next(network.parameters()).device
             forward, training = flops(network, self.example.to(where))
-            _COSTS[widths] = {
+            self.known_costs[widths] = {
                 "parameters": parameters(network),
                 "flops": forward,
                 "train-flops": training,
             }
-        return dict(_COSTS[widths])
-
-
-_COSTS: dict[tuple[tuple[int, ...], ...], dict[str, float]] = {}
+        return dict(self.known_costs[widths])
 
 
 def workload(config: Config) -> Workload:

@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 from torch import Tensor
 
-from strategies.errors import ShapeError
 from strategies.exchange import Exchange, FederationOptions
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes
@@ -110,10 +109,14 @@ class SubmodelStrategy(Strategy):
         RuntimeError
             The clients do not appear in time, or ``patience`` rounds went without enough replies.
         """
-        config, result, self.rounds = train_config or ConfigRecord(), Result(), num_rounds
+        config, result, self.rounds = ConfigRecord(), Result(), num_rounds
+        if train_config or evaluate_config:
+            log(WARNING, "train_config and evaluate_config are not sent: options are run config")
         self.state = initial_arrays.to_torch_state_dict()
         self.exchange.await_clients(grid)
         self.on_round(Round(0))
+        if evaluate_fn and (scored := evaluate_fn(0, initial_arrays)) is not None:
+            result.evaluate_metrics_serverapp[0] = scored
         for number in range(1, num_rounds + 1):
             begin = time.monotonic()
             arrays = ArrayRecord(self.state)
@@ -124,7 +127,8 @@ class SubmodelStrategy(Strategy):
             messages = list(self.configure_evaluate(number, arrays, config, grid))
             if messages:
                 replies = grid.send_and_receive(messages, timeout=timeout)
-                self.aggregate_evaluate(number, replies)
+                if (total := self.aggregate_evaluate(number, replies)) is not None:
+                    result.evaluate_metrics_clientapp[number] = total
             self._round.evaluate_seconds = time.monotonic() - begin - self._round.train_seconds
             self.on_round(self._round)
             if metrics is not None:
@@ -158,17 +162,21 @@ class SubmodelStrategy(Strategy):
                 kept = self.uploaded(job, update)
                 if id(kept) not in shapes:
                     shapes[id(kept)] = kept, expected_shapes(self.state, self.channels, kept)
-                check_update(job, update, shapes[id(kept)][1], self.score_shape)
+                hello = self.exchange.clients[job.client]
+                check_update(job, update, shapes[id(kept)][1], self.score_shape, hello)
                 self.validate(job, update)
                 round.updates.append(update)
-            except (ValueError, TypeError, RuntimeError) as error:
-                # Whatever a reply does to the checks, it costs that reply alone.
-                round.failures[job.client] = str(error)
+            except Exception as error:  # whatever a reply does to the checks, it alone pays
+                round.failures[job.client] = str(error) or type(error).__name__
         round.updates.sort(key=lambda update: update.client)
         round.merged = len(round.updates) >= self.federation.min_replies
         self.starved = 0 if round.merged else self.starved + 1
         if self.starved >= self.federation.patience:
-            raise RuntimeError(f"{self.starved} rounds without enough replies; {_blame(round)}")
+            raise RuntimeError(
+                f"{self.starved} rounds in a row with fewer than "
+                f"federation.min-replies = {self.federation.min_replies} usable replies; "
+                + _blame(round)
+            )
         if not round.merged:
             return None, None
         round.diagnostics = self.merge(server_round, round.updates)
@@ -197,8 +205,8 @@ class SubmodelStrategy(Strategy):
         for job, content in sorted(answers, key=lambda pair: pair[0].client):
             try:
                 scores = decode_scores(content, self.score_shape)
-            except ShapeError as error:
-                self._round.failures[job.client] = str(error)
+            except Exception as error:  # as above
+                self._round.failures[job.client] = str(error) or type(error).__name__
                 continue
             total = scores if total is None else total + scores
         self._round.scores = total
@@ -221,4 +229,4 @@ def _blame(round: Round) -> str:
         if "ActorDiedError" in reason:
             hint = " (a worker process died: too little memory? fewer clients at a time)"
         return f"{client}: {reason}{hint}"
-    return "no client was available"
+    return f"{len(round.updates)} of {len(round.jobs)} clients answered in the last one"

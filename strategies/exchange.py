@@ -5,6 +5,7 @@ replies come in any order; above this file there are clients and jobs only.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from logging import WARNING
@@ -23,6 +24,9 @@ from task.options import Interval, check_options
 from task.seeding import generator
 
 __all__ = ["Exchange", "FederationOptions"]
+
+TRIES = 3
+"""Hellos to a node that does not answer them: it must not hold up every round."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,15 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.min_replies > self.sampled(self.clients):
+            raise ValueError(
+                f"min-replies = {self.min_replies}: must be at most {self.sampled(self.clients)}, "
+                f"the clients sampled in a round (fraction {self.fraction:g} of {self.clients})"
+            )
+
+    def sampled(self, clients: int) -> int:
+        """Return how many of ``clients`` a round samples: ``fraction`` of them, at least one."""
+        return max(1, int(self.fraction * clients + 0.5))
 
 
 class Exchange:
@@ -68,6 +81,7 @@ class Exchange:
         self.clients: dict[str, Hello] = {}
         self._node: dict[str, int] = {}
         self._met: set[int] = set()
+        self._tries: Counter[int] = Counter()
         self._sent: list[tuple[Message, Job]] = []
 
     def await_clients(self, grid: Grid) -> None:
@@ -78,46 +92,57 @@ class Exchange:
         RuntimeError
             They are not there after ``wait`` seconds.
         """
-        deadline = time.monotonic() + self.federation.wait
+        begin = time.monotonic()
+        reasons: dict[int, str] = {}
         while len(self.clients) < self.federation.clients:
-            reasons = self.greet(grid)
-            if time.monotonic() > deadline or (reasons and not self.clients):
+            reasons |= self.greet(grid)
+            waited = time.monotonic() - begin
+            hopeless = reasons and not self.clients and min(self._tries.values()) >= TRIES
+            if waited > self.federation.wait or hopeless:
                 raise RuntimeError(
                     f"{len(self.clients)} of {self.federation.clients} clients after "
-                    f"{self.federation.wait:g} s: start more SuperNodes or lower federation.clients"
-                    + "".join(f"; hello failed: {reason}" for reason in reasons[:1])
+                    f"{waited:.0f} s: start more SuperNodes or lower federation.clients"
+                    + "".join(f"; {reason}" for reason in list(reasons.values())[:1])
                 )
             time.sleep(0.1)
 
-    def greet(self, grid: Grid) -> list[str]:
-        """Say hello to nodes not met before; return the reasons of those that failed."""
-        nodes = set(grid.get_node_ids()) - self._met
-        hello = RecordDict({"hello": ConfigRecord({"clients": self.federation.clients})})
-        messages = [Message(hello, node, MessageType.QUERY) for node in sorted(nodes)]
-        reasons = []
-        replies = grid.send_and_receive(messages, timeout=self.federation.wait) if messages else ()
-        for reply in replies:
-            try:
-                hellos = [] if reply.has_error() else decode_hellos(reply.content)
-            except ShapeError as error:
-                reasons.append(str(error))
-                continue
+    def greet(self, grid: Grid) -> dict[int, str]:
+        """Say hello to nodes not met before, a few times each; return what went wrong, by node."""
+        alive = set(grid.get_node_ids())
+        nodes = sorted(n for n in alive - self._met if self._tries[n] < TRIES)
+        if not nodes:
+            return {}
+        self._tries.update(nodes)
+        hello = RecordDict({"hello": ConfigRecord({})})
+        messages = [Message(hello, node, MessageType.QUERY) for node in nodes]
+        reasons = dict.fromkeys(nodes, "hello failed: no reply")
+        for reply in grid.send_and_receive(messages, timeout=self.federation.wait):
+            node = _asked(reply, messages)
             if reply.has_error():
-                reasons.append(_reason(reply))
+                reasons[node] = f"hello failed: {_reason(reply)}"
                 continue
-            self._met.add(reply.metadata.src_node_id)
+            try:
+                hellos = decode_hellos(reply.content)
+            except ShapeError as error:
+                reasons[node] = f"hello failed: {error}"
+                continue
+            self._met.add(node)
+            del reasons[node]
             for client in hellos:
+                other = self._node.get(client.client, node)
+                if other != node and other in alive:
+                    reasons[node] = f"{client.client} is on two nodes; give each its own client-id"
                 self.clients[client.client] = client
-                self._node[client.client] = reply.metadata.src_node_id
-        for reason in reasons:
-            log(WARNING, "hello failed: %s", reason)
+                self._node[client.client] = node
+        for reason in reasons.values():
+            log(WARNING, "%s", reason)
         return reasons
 
     def sample(self, round: int, grid: Grid) -> list[str]:
         """Return the clients of ``round``, sorted: ``fraction`` of all, of those that are there."""
         alive = set(grid.get_node_ids())
         available = sorted(client for client, node in self._node.items() if node in alive)
-        wanted = max(1, int(self.federation.fraction * len(self.clients) + 0.5))
+        wanted = self.federation.sampled(len(self.clients))
         if wanted >= len(available):
             return available
         draw = generator(self.seed, "sample clients", round)
@@ -155,6 +180,15 @@ class Exchange:
         for job in asked.values():
             round.failures[job.client] = f"no reply within {self.federation.timeout:g} s"
         return answers
+
+
+def _asked(reply: Message, messages: list[Message]) -> int:
+    """Return the node that ``reply`` is about: the sender of an error may be the SuperLink."""
+    about = reply.metadata.reply_to_message_id
+    for message in messages:
+        if message.metadata.message_id == about:
+            return message.metadata.dst_node_id
+    return reply.metadata.src_node_id
 
 
 def _reason(reply: Message) -> str:

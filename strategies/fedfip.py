@@ -21,6 +21,9 @@ Differences from the paper
 - The network on a client is sliced, so channels it does not hold have no gradient. Every
   ``fisher-refresh`` rounds the dense network is sent for the Fisher pass (its bytes are counted);
   in between, their last value moves with their group.
+- Between those rounds Fisher is uploaded for shared channels alone: few clients hold a private one,
+  those where it is large, and their mean would bias the mask and tell which channels are private.
+- Signatures are made of the gate Fisher, whose gradient L_con has, also with ``fisher = "weight"``.
 - L_con is differentiated for real through the Fisher (``dsr-grad``); a constant V has no gradient.
   It is estimated on its own batches of one domain in turn, scaled to the sum over domains.
 """
@@ -45,7 +48,7 @@ from strategies.ops.contrastive import (
     structural_loss,
 )
 from strategies.ops.fisher import federate, gate_fisher, pool, renew, weight_fisher
-from strategies.ops.select import jaccard, reactivate, top_channels
+from strategies.ops.select import jaccard, reactivate, tied, top_channels
 from strategies.records import Hello, Job, Update
 from task.channels import Kept, State
 from task.data.dataset import Samples
@@ -57,6 +60,9 @@ __all__ = ["FedFIP", "FedFIPClient", "FedFIPOptions"]
 
 FISHERS = {"gate": gate_fisher, "weight": weight_fisher}
 
+ENOUGH = 16
+"""Samples of a domain below which its signature in a batch is noise."""
+
 
 @dataclass(frozen=True)
 class FedFIPOptions:
@@ -65,6 +71,7 @@ class FedFIPOptions:
     keep: Annotated[float, Interval(0, 1, open_low=True)] = 0.8
     scope: Literal["layer", "global"] = "layer"
     minimum: Annotated[float, Interval(0, 1)] = 0.05
+    prune_residual: bool = True
     warmup: Annotated[int, Interval(1)] = 1
     mask_every: Annotated[int, Interval(1)] = 1
     fisher: Literal["gate", "weight"] = "gate"
@@ -75,8 +82,8 @@ class FedFIPOptions:
     phi_mode: Literal["relative", "quantile", "absolute"] = "relative"
     react_max: Annotated[float, Interval(0, 1)] = 0.1
     mu: Annotated[float, Interval(0, 1)] = 0.4
-    lambda_con: Annotated[float, Interval(0)] = 0.01
-    tau: Annotated[float, Interval(0, open_low=True)] = 1.0
+    lambda_con: Annotated[float, Interval(0, open_high=True)] = 0.01
+    tau: Annotated[float, Interval(0, open_low=True, open_high=True)] = 1.0
     signature_norm: Literal["global", "layer"] = "global"
     dsr_grad: Literal["double", "gate-fd", "none"] = "double"
     dsr_every: Annotated[int, Interval(1)] = 4
@@ -87,11 +94,15 @@ class FedFIPOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.phi_mode == "quantile" and 1 < self.phi < math.inf:
+            raise ValueError(
+                f"phi = {self.phi!r}: must be in [0, 1], or inf, with phi-mode = 'quantile'"
+            )
 
     @property
     def regularises(self) -> bool:
         """Whether the contrastive term can change the weights."""
-        return self.dsr and self.lambda_con > 0
+        return self.dsr and self.lambda_con > 0 and self.dsr_grad != "none"
 
     @property
     def reactivates(self) -> bool:
@@ -110,13 +121,16 @@ class FedFIP(SubmodelStrategy):
         self.mask = np.ones(self.channels.size, dtype=bool)  # M_g of the coming round
         self.trained_mask = self.mask  # M_g of the last merged round
         self.prototypes: dict[int, Tensor] = {}
+        self.selected = self.refreshed = 0  # the rounds of the last mask, of the last dense Fisher
 
     def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Send w restricted to M_g and the prototypes; the dense w when Fisher is refreshed."""
-        kept, dense = self.channels.kept(self.mask), self._refreshes(round)
+        kept, refresh = self.channels.kept(self.mask), self._refreshes(round)
+        # Without SA private channels are the server's too, so clients need all of them.
+        dense = refresh or not self.options.sa
         state = self.state if dense else extract(self.state, self.channels, kept)
         sent = self.channels.full() if dense else kept
-        extras = {}
+        extras = {"refresh": torch.tensor(refresh)}
         if self.options.regularises and self.prototypes:
             extras["prototype-domains"] = torch.tensor(sorted(self.prototypes))
             rows = [self.prototypes[k][self.mask] for k in sorted(self.prototypes)]
@@ -127,16 +141,19 @@ class FedFIP(SubmodelStrategy):
         """Aggregate what is shared (SA), then the next mask (DSFP) and prototypes (DSR)."""
         options, weights = self.options, [u.samples for u in updates]
         self.trained_mask = self.mask
+        dense = self._refreshes(round)
+        if dense or self.mask.all():
+            self.refreshed = round
         if options.sa:
             shared = weighted_mean([u.state for u in updates], weights)
             scatter(shared, self.channels, self.channels.kept(self.mask), self.state)
         else:
             subs = [(u.state, self._held(u)) for u in updates]
             self.state = average_overlap(self.state, self.channels, subs, weights)
-        diagnostics: dict[str, Any] = {"refresh": self._refreshes(round)}
+        diagnostics: dict[str, Any] = {"refresh": dense}
         if options.dsr:
             self._move_prototypes(updates)
-            diagnostics["importance"] = self._shares()
+            diagnostics["prototype_share"] = self._shares()
         if options.dsfp:
             measured = federate([u.extras["fisher"] for u in updates], weights)
             self.importance = renew(self.importance, measured, self.channels, options.kappa)
@@ -161,9 +178,10 @@ class FedFIP(SubmodelStrategy):
         """Check the Fisher vector and the signatures."""
         if self.options.dsfp:
             fisher = update.extras.get("fisher", torch.empty(0))
-            if tuple(fisher.shape) != (self.channels.size,):
+            if fisher.shape != (self.channels.size,) or fisher.dtype != torch.float32:
                 raise ShapeError(
-                    f"fisher: shape {tuple(fisher.shape)}, not ({self.channels.size},)"
+                    f"fisher: shape {tuple(fisher.shape)} {fisher.dtype}, "
+                    f"expected ({self.channels.size},) torch.float32"
                 )
             if (fisher < 0).any() or torch.isinf(fisher).any():
                 raise ShapeError("fisher: negative or infinite values")
@@ -176,8 +194,11 @@ class FedFIP(SubmodelStrategy):
                 raise ShapeError(
                     f"signatures: shape {tuple(rows.shape)} for {len(domains)} domains"
                 )
-            if domains.dtype != torch.int64 or counts.dtype != torch.int64:
-                raise ShapeError(f"domains, counts: {domains.dtype}, {counts.dtype}, not int64")
+            types = (domains.dtype, counts.dtype, rows.dtype)
+            if types != (torch.int64, torch.int64, torch.float16):
+                raise ShapeError(f"domains, counts, signatures: {types}, not int64, int64, float16")
+            if int(counts.sum()) > update.samples:
+                raise ShapeError(f"counts: {int(counts.sum())} of {update.samples} samples")
             inside = (domains >= 0) & (domains < self.score_shape[0]) & (counts > 0)
             if not inside.all() or not torch.isfinite(rows).all() or (rows < 0).any():
                 raise ShapeError("signatures: unknown domain, no samples, or not a distribution")
@@ -186,6 +207,7 @@ class FedFIP(SubmodelStrategy):
         """Return F_g, the masks and the prototypes."""
         masks = {"mask": self.mask, "trained-mask": self.trained_mask}
         arrays = {name: torch.from_numpy(mask.copy()) for name, mask in masks.items()}
+        arrays["rounds"] = torch.tensor([self.selected, self.refreshed])
         if self.importance is not None:
             arrays["importance"] = self.importance
         return arrays | {f"prototype.{k}": p for k, p in self.prototypes.items()}
@@ -194,6 +216,7 @@ class FedFIP(SubmodelStrategy):
         """Take up ``memory``."""
         self.importance = memory.get("importance")
         self.mask, self.trained_mask = memory["mask"].numpy(), memory["trained-mask"].numpy()
+        self.selected, self.refreshed = memory["rounds"].tolist()
         self.prototypes = {
             int(name.removeprefix("prototype.")): p
             for name, p in memory.items()
@@ -201,19 +224,25 @@ class FedFIP(SubmodelStrategy):
         }
 
     def _refreshes(self, round: int) -> bool:
-        every, age = self.options.fisher_refresh, round - self.options.warmup
-        due = every > 0 and age > 0 and age % every == 0
+        every = self.options.fisher_refresh
+        due = every > 0 and round - self.refreshed >= every
         return due and self.options.dsfp and not self.mask.all()
 
     def _next_mask(self, round: int) -> float:
         """Select M_g for the next round; return the Jaccard similarity with the present one."""
-        age, before = round - self.options.warmup, self.mask
-        if self.importance is not None and age >= 0 and age % self.options.mask_every == 0:
-            o = self.options
+        o, before = self.options, self.mask
+        due = self.selected == 0 or round - self.selected >= o.mask_every
+        if self.importance is not None and round >= o.warmup and due:
             self.mask = top_channels(
-                self.importance, self.channels, o.keep, scope=o.scope, minimum=o.minimum
+                self.importance,
+                self.channels,
+                o.keep,
+                scope=o.scope,
+                minimum=o.minimum,
+                whole=() if o.prune_residual else tied(self.channels),
             )
             self.prototypes = reproject(self.prototypes, self.mask)
+            self.selected = round
         return jaccard(before, self.mask)
 
     def _move_prototypes(self, updates: list[Update]) -> None:
@@ -265,12 +294,17 @@ class FedFIPClient(ClientHalf):
 
         extras: dict[str, Tensor] = {}
         if self.options.dsfp or self.options.dsr:
-            per_domain = self._measure(job, model, held, seen)
-            counts = self.me.train.counts()
-            fisher = pool(per_domain, counts)
+            counts, kind = self.me.train.counts(), self.options.fisher
+            per_domain = self._measure(kind, job, model, held, seen)
+            fisher = pool(per_domain, counts).float()
             if self.options.dsfp:
-                extras["fisher"] = fisher.float()
+                shared = fisher.clone()
+                if not refreshes(job):
+                    shared[torch.from_numpy(~mask)] = math.nan
+                extras["fisher"] = shared
             if self.options.dsr:
+                if kind != "gate":
+                    per_domain = self._measure("gate", job, model, held, seen)
                 extras |= self._signatures(per_domain, counts, mask)
             if self.options.reactivates:
                 known = renew(memory.get("fisher"), fisher, channels)
@@ -297,8 +331,11 @@ class FedFIPClient(ClientHalf):
 
         Shared entries are what the server sent. Entries that touch a private channel are the
         client's own, at first the last it saw of them: the initial network if it never did.
+        Without structure-aware aggregation everything is what the server sent.
         """
         channels = self.me.channels
+        if not self.options.sa:
+            return {k: v.clone() for k, v in job.state.items()}
         own = {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
         seen = own or {k: v.clone() for k, v in cpu_state(self.me.model).items()}
         if job.sent is not job.kept:
@@ -311,7 +348,7 @@ class FedFIPClient(ClientHalf):
 
     def _contrast(self, job: Job, held: Kept) -> "Contrast | None":
         domains = job.extras.get("prototype-domains")
-        if domains is None or not self.options.regularises or self.options.dsr_grad == "none":
+        if domains is None or not self.options.regularises:
             return None
         inside = torch.from_numpy(self.me.channels.mask(job.kept)[self.me.channels.mask(held)])
         rows = torch.zeros(len(domains), len(inside))
@@ -321,14 +358,14 @@ class FedFIPClient(ClientHalf):
         return Contrast(self, job, held, inside.to(self.me.device), prototypes)
 
     def _measure(
-        self, job: Job, model: torch.nn.Module, held: Kept, seen: State
+        self, kind: str, job: Job, model: torch.nn.Module, held: Kept, seen: State
     ) -> dict[int, Tensor]:
         """Return F_i^(k), (C,), NaN where the client holds no weights to measure."""
-        channels, fisher = self.me.channels, FISHERS[self.options.fisher]
+        channels, fisher = self.me.channels, FISHERS[kind]
         draw = self.me.generator("fisher samples", job.round)
         samples = cap_per_domain(self.me.train, self.options.fisher_samples, draw)
         inside = torch.from_numpy(channels.mask(held))
-        if job.sent is not job.kept:
+        if refreshes(job):
             dense = self.me.submodel(channels.full(), seen)
             closed = channels.split(~inside)
             return {k: f.cpu() for k, f in fisher(dense, channels, samples, closed=closed).items()}
@@ -371,9 +408,9 @@ class Contrast:
         self.rows = {
             k: self.samples.rows(k)
             for k, n in self.samples.counts().items()
-            if n >= 2 and k in prototypes
+            if n >= min(ENOUGH, self.options.dsr_batch) and k in prototypes
         }
-        self.turn = 0
+        self.turn = job.round  # with few steps a round the domains take turns over the rounds
 
     def __call__(self, step: Step) -> Tensor | None:
         """Return the term every ``dsr-every``-th step, scaled to the mean lambda * L_con."""
@@ -397,6 +434,11 @@ class Contrast:
             norm=o.signature_norm,
         )
         return None if loss is None else o.lambda_con * o.dsr_every * len(self.rows) * loss
+
+
+def refreshes(job: Job) -> bool:
+    """Whether ``job`` brings the dense weights for the Fisher of pruned channels."""
+    return bool(job.extras["refresh"])
 
 
 def cap_per_domain(samples: Samples, most: int, draw: torch.Generator) -> Samples:

@@ -46,14 +46,11 @@ class Hello:
     client : str
         Stable name; state is keyed by it, never by Flower's node id.
     domains : dict of str to int
-        Training samples per domain.
-    keep : float
-        Fraction of width the device can carry, 1.0 = the dense network.
+        Samples per domain.
     """
 
     client: str
     domains: dict[str, int]
-    keep: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,21 @@ def decode_hellos(content: RecordDict) -> list[Hello]:
     """
     try:
         texts = content.config_records["hello"]["clients"]
-        return [Hello(**json.loads(str(text))) for text in texts]  # type: ignore[union-attr]
+        return [_hello(text) for text in texts]  # type: ignore[union-attr]
     except (KeyError, TypeError, ValueError) as error:
         raise ShapeError(
             f"hello: not an introduction ({error}); same version everywhere?"
         ) from None
+
+
+def _hello(text: object) -> Hello:
+    hello = Hello(**json.loads(str(text)))
+    counts = hello.domains.items() if isinstance(hello.domains, dict) else [(None, None)]
+    if not isinstance(hello.client, str) or not all(
+        isinstance(domain, str) and isinstance(n, int) and n > 0 for domain, n in counts
+    ):
+        raise TypeError(f"client {hello.client!r}, domains {hello.domains!r}")
+    return hello
 
 
 def encode_job(
@@ -250,6 +257,8 @@ def decode_scores(content: RecordDict, shape: tuple[int, int] | None = None) -> 
         raise ShapeError(f"scores: shape {tuple(scores.total.shape)}, expected {shape}")
     if not bool(torch.isfinite(scores.loss).all()):
         raise ShapeError("scores: NaN or infinite loss")
+    if scores.total.sum() == 0:
+        raise ShapeError("scores: of no sample at all")
     if (scores.correct < 0).any() or (scores.correct > scores.total).any():
         raise ShapeError("scores: more right answers than questions")
     return scores
@@ -272,8 +281,15 @@ def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def _tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    # A copy: the record's buffers are read-only bytes.
-    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+    """Read arrays; what numpy makes of a damaged one can be any error, even MemoryError."""
+    tensors = {}
+    for name, array in record.items():
+        try:
+            # A copy: the record's buffers are read-only bytes.
+            tensors[name] = torch.from_numpy(np.array(array.numpy()))
+        except Exception as error:
+            raise ShapeError(f"{name}: not an array ({type(error).__name__}: {error})") from None
+    return tensors
 
 
 def _pack(mask: np.ndarray) -> Array:

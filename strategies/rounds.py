@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from strategies.errors import ShapeError
-from strategies.records import Job, Update
+from strategies.records import Hello, Job, Update
 from task.channels import ChannelMap, Kept, State
 from task.train import Scores
 
@@ -70,13 +70,15 @@ def check_update(
     update: Update,
     shapes: Mapping[str, tuple[int, ...]],
     score_shape: tuple[int, int],
+    hello: Hello,
 ) -> None:
     """Refuse an update that cannot be the answer to ``job``.
 
     Raises
     ------
     ShapeError
-        Wrong client or round, missing, extra or wrongly shaped tensors, NaN or infinite values.
+        Wrong client or round, missing, extra or wrongly shaped tensors, NaN or infinite values,
+        more samples than the client said hello with.
     """
     if (update.client, update.round) != (job.client, job.round):
         raise ShapeError(
@@ -100,6 +102,8 @@ def check_update(
             f"samples {update.samples}, steps {update.steps}, loss {update.loss}: "
             "must be positive and finite"
         )
+    if update.samples > (said := sum(hello.domains.values())):
+        raise ShapeError(f"samples {update.samples}: more than the {said} it said hello with")
     for name, value in update.costs.items():
         if not 0 <= value < float("inf"):
             raise ShapeError(f"cost {name} = {value}: must be finite and not negative")

@@ -36,7 +36,7 @@ class TrainingOptions:
 
     epochs: Annotated[int, Interval(1)] = 2
     batch_size: Annotated[int, Interval(2)] = 32
-    lr: Annotated[float, Interval(0, open_low=True)] = 0.05
+    lr: Annotated[float, Interval(0, open_low=True, open_high=True)] = 0.05
     lr_decay: Annotated[float, Interval(0, 1, open_low=True)] = 1.0
     momentum: Annotated[float, Interval(0, 1, open_high=True)] = 0.9
     weight_decay: Annotated[float, Interval(0)] = 5e-4
@@ -145,7 +145,7 @@ class Scores:
 
     def accuracy(self) -> float:
         """Return correct / total over all samples."""
-        return float(self.correct.sum() / self.total.sum())
+        return int(self.correct.sum()) / int(self.total.sum())
 
     def per_domain(self) -> dict[int, float]:
         """Return the accuracy of every domain that has samples."""
@@ -154,7 +154,7 @@ class Scores:
 
     def mean_loss(self) -> float:
         """Return the mean cross-entropy over all samples."""
-        return float(self.loss.sum() / self.total.sum())
+        return float(self.loss.sum()) / int(self.total.sum())
 
 
 @torch.no_grad()

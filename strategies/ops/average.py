@@ -1,5 +1,6 @@
 """Weighted means of whole networks and of networks that hold different channels."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -29,7 +30,7 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     -------
     State
         New tensors in the dtypes of the first state. Integer tensors (BatchNorm's
-        ``num_batches_tracked``) are the first state's: a mean of counters means nothing.
+        ``num_batches_tracked``) are the largest of all: a mean of counters means nothing.
 
     Raises
     ------
@@ -41,7 +42,7 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     mean: State = {}
     for name, first in states[0].items():
         if not first.is_floating_point():
-            mean[name] = first.clone()
+            mean[name] = largest([state[name] for state in states])
             continue
         # One running sum, not a stack: memory stays at one network however many clients reply.
         total = torch.zeros_like(first, dtype=_sum_dtype(first))
@@ -93,9 +94,13 @@ def average_overlap(
         if old.is_floating_point():
             merged[name] = _overlap(old, sub_tensors, cuts, shares)
         else:
-            first = sub_tensors[0]
-            merged[name] = (first if first.shape == old.shape else old).clone()
+            merged[name] = largest([t for t in sub_tensors if t.shape == old.shape] or [old])
     return merged
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest of ``tensors`` entry by entry."""
+    return functools.reduce(torch.maximum, tensors).clone()
 
 
 def _cut(cmap: ChannelMap, name: str, shape: Sequence[int], mask: Bools) -> Cut:

@@ -191,7 +191,7 @@ def renew(
     measured keeps its last value times its group's drift, ``mean(new) / mean(previous)`` over the
     group's channels that were measured now and known before: raw Fisher information falls tenfold
     during training, and a stale value left as it is would outrank every fresh one. A channel that
-    was never measured gets 0: it ranks last until somebody measures it.
+    was never measured stays NaN.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def renew(
     Returns
     -------
     (C,) tensor
-        Without NaN.
+        NaN = never measured.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def renew(
         )
     }
     stale = cmap.join({name: old * drift[name] for name, old in cmap.split(before).items()})
-    return torch.where(now, mixed, stale).nan_to_num(nan=0.0)
+    return torch.where(now, mixed, stale)
 
 
 def _drift(new: Tensor, old: Tensor) -> float:

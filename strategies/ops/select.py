@@ -1,6 +1,7 @@
 """Which channels stay: the best by importance, and the pruned ones a client takes back."""
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from strategies.errors import ShapeError
 from task.channels import Bools, ChannelMap
 
-__all__ = ["jaccard", "reactivate", "top_channels"]
+__all__ = ["jaccard", "reactivate", "tied", "top_channels"]
 
 
 def top_channels(
@@ -19,6 +20,7 @@ def top_channels(
     *,
     scope: str = "layer",
     minimum: float = 0.05,
+    whole: Collection[str] = (),
 ) -> Bools:
     """Choose the most important channels, an exact number of them.
 
@@ -38,7 +40,10 @@ def top_channels(
         Where channels compete. A literal global cut can empty a layer, because Fisher information
         differs twentyfold between layers: hence the mean and the reserve.
     minimum : float in [0, 1]
-        Fraction of each group that stays in any case.
+        Fraction of each group that stays in any case; at least one channel, two where several
+        layers write the group.
+    whole : collection of str
+        Groups that keep all their channels.
 
     Returns
     -------
@@ -48,18 +53,40 @@ def top_channels(
     Raises
     ------
     ShapeError
-        Wrong shape, NaN or negative importance, unknown scope, ``keep`` out of range.
+        Wrong shape, negative importance, unknown scope, ``keep`` out of range.
     """
     if not 0 < keep <= 1:
         raise ShapeError(f"keep={keep} is not in (0, 1]; 1.0 keeps all channels")
-    parts = _parts(importance, cmap)
-    least = {name: max(1, math.ceil(minimum * len(part))) for name, part in parts.items()}
+    measured = _parts(importance, cmap, unmeasured=True)
+    parts = {name: np.nan_to_num(part) for name, part in measured.items()}
+    least = _least(cmap, minimum, whole)
     if scope == "layer":
         count = {n: max(least[n], round(keep * len(part))) for n, part in parts.items()}
         return np.concatenate([_best(part, count[name]) for name, part in parts.items()])
     if scope == "global":
         return _global(parts, least, keep)
     raise ShapeError(f"scope={scope!r} is unknown; choose 'layer' or 'global'")
+
+
+def tied(cmap: ChannelMap) -> set[str]:
+    """Return the groups that several layers write: streams of residual blocks, attention heads."""
+    written = [
+        index
+        for axes in cmap.axes.values()
+        for axis in axes
+        if axis is not None and axis.role == "out"
+        for index in np.unique(axis.group[axis.group >= 0]).tolist()
+    ]
+    return {name for index, name in enumerate(cmap.groups) if written.count(index) > 1}
+
+
+def _least(cmap: ChannelMap, minimum: float, whole: Collection[str]) -> dict[str, int]:
+    several = tied(cmap)
+    least = {}
+    for name, width in cmap.groups.items():
+        fewest = min(width, 2 if name in several else 1)
+        least[name] = width if name in whole else max(fewest, math.ceil(minimum * width))
+    return least
 
 
 def _global(parts: dict[str, np.ndarray], least: dict[str, int], keep: float) -> Bools:

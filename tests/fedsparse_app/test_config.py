@@ -53,6 +53,9 @@ def test_flat_gives_back_what_was_read_without_other_methods():
         ({"fedfip.dsfp": 1}, ["fedfip.dsfp", "true or false"]),
         ({"train.lr": -0.1}, ["train.lr", "-0.1", "> 0"]),
         ({"partition.kind": "multidomain"}, ["partition.kind", "multi-domain"]),
+        ({"federation.min-replies": 30}, ["federation.min-replies = 30", "at most 20", "fraction"]),
+        ({"federation.fraction": 0.05}, ["min-replies = 2", "at most 1"]),
+        ({"train.lr": float("inf")}, ["train.lr", "finite"]),
         ({"partition.test-fraction": 1.5}, ["partition.test-fraction", "1.5"]),
     ],
 )

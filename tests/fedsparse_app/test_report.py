@@ -98,7 +98,7 @@ def _metrics(
         "bytes_down": (0, 9_000_000)[number] if number < 2 else 4_000_000,
         "bytes_up": (0, 9_000_000)[number] if number < 2 else 3_000_000,
         "coverage": {"0": 100, "2": 200, "3": 700} if number else {},
-        "strategy": {"jaccard": 0.9, "importance": shares} if importance and number else {},
+        "strategy": {"jaccard": 0.9, "prototype_share": shares} if importance and number else {},
     }
 
 

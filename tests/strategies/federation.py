@@ -83,7 +83,11 @@ class Federation:
         self.rounds, self.tamper = [], tamper or {}
         self.server = STRATEGIES[method].server(
             self.channels,
-            replace(federation or FederationOptions(wait=1.0), clients=clients),
+            replace(
+                federation
+                or FederationOptions(clients=clients, min_replies=min(2, clients), wait=1.0),
+                clients=clients,
+            ),
             made,
             seed=seed,
             score_shape=(DOMAINS, CLASSES),
@@ -119,7 +123,7 @@ class Federation:
         def hello(message, context):
             node, nodes = (context.node_config[k] for k in ("partition-id", "num-partitions"))
             names = [name for i, name in enumerate(self.halves) if i % nodes == node]
-            return Message(encode_hellos([Hello(n, {"0": 1}) for n in names]), reply_to=message)
+            return Message(encode_hellos([Hello(n, {"0": 26}) for n in names]), reply_to=message)
 
         @app.train()
         def train(message, context):

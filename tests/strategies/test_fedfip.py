@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ def naive_shared(channels, name, shape, mask):
         {"keep": 1.0, "lambda_con": 0.5, "dsr_grad": "none"},
         {"keep": 1.0, "lambda_con": 0.0, "fisher": "weight", "scope": "global"},
         {"keep": 1.0, "lambda_con": 0.0, "sa": False},
+        {"keep": 1.0, "lambda_con": 0.0, "prune_residual": False, "mask_every": 2},
         OFF,
     ],
     ids=str,
@@ -52,7 +54,7 @@ def test_without_pruning_and_regularisation_it_is_fedavg_bit_for_bit(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": 0.5}, {"keep": 1.0, "lambda_con": 1.0, "dsr_every": 1}]
+    "options", [{"keep": 0.5}, {"keep": 1.0, "lambda_con": 1.0, "dsr_every": 1, "dsr_batch": 8}]
 )
 def test_with_either_of_them_it_is_not(options):
     assert not equal(Federation("fedfip", **options).run(3), Federation("fedavg").run(3))
@@ -165,10 +167,12 @@ def test_private_channels_never_reach_the_server():
         return result
 
     half.fit = fit_then_disturb
-    half._measure = plain.halves["client-01"]._measure  # the Fisher pass is another path
     plain.run(rounds=2)
     noisy.run(rounds=2)
     assert touched[0] > 0
+    assert not torch.equal(
+        *(r.halves["client-01"].me.memory.load(3)["fisher"] for r in (plain, noisy))
+    )
     assert equal(*(r.rounds[2].updates[1].state for r in (plain, noisy)))
     assert equal(plain.server.state, noisy.server.state)
 
@@ -264,7 +268,7 @@ def test_mask_every_and_warmup_hold_the_mask_still():
 
 def test_the_contrastive_term_changes_the_weights_unless_it_is_off():
     def final(**options):
-        return Federation("fedfip", keep=1.0, dsr_every=1, **options).run(rounds=2)
+        return Federation("fedfip", keep=1.0, dsr_every=1, dsr_batch=8, **options).run(rounds=2)
 
     base = final(lambda_con=0.0)
     assert equal(base, final(lambda_con=1.0, dsr_grad="none"))
@@ -275,7 +279,9 @@ def test_the_contrastive_term_changes_the_weights_unless_it_is_off():
 
 def test_the_contrastive_term_pulls_domains_apart():
     def similarity(lambda_con):
-        run = Federation("fedfip", keep=1.0, dsr_every=1, lambda_con=lambda_con, tau=0.2)
+        run = Federation(
+            "fedfip", keep=1.0, dsr_every=1, dsr_batch=8, lambda_con=lambda_con, tau=0.2
+        )
         run.run(rounds=6)
         p = [run.server.prototypes[k] for k in range(DOMAINS)]
         return sum(
@@ -286,7 +292,7 @@ def test_the_contrastive_term_pulls_domains_apart():
 
 
 def test_the_term_is_scaled_to_the_sum_over_domains_and_all_steps():
-    run = Federation("fedfip", keep=1.0, dsr_every=3, lambda_con=0.1)
+    run = Federation("fedfip", keep=1.0, dsr_every=3, dsr_batch=8, lambda_con=0.1)
     run.run(rounds=1)
     half = run.halves["client-00"]
     job = run.server.jobs([run.server.exchange.clients["client-00"]], 2)["client-00"]
@@ -358,6 +364,16 @@ def test_partial_participation_keeps_masks_and_prototypes():
     assert run.server.mask.sum() == run.channels.size // 2
 
 
+def test_a_prototype_whose_domain_nobody_brought_stays_on_its_course():
+    run = Federation("fedfip", dsfp=False)
+    run.run(rounds=1)
+    before = {k: p.clone() for k, p in run.server.prototypes.items()}
+    update = run.rounds[1].updates[0]  # of client 0: domains 0 and 1
+    run.server.merge(2, [update])
+    assert torch.equal(run.server.prototypes[2], before[2])
+    assert not torch.equal(run.server.prototypes[0], before[0])
+
+
 def test_memory_and_recall_are_inverse():
     run, fresh = Federation("fedfip", keep=0.5), Federation("fedfip", keep=0.5)
     run.run(rounds=2)
@@ -373,6 +389,8 @@ def test_memory_and_recall_are_inverse():
     [
         ("fisher", torch.ones(3), "fisher: shape"),
         ("fisher", -torch.ones(20), "fisher: negative"),
+        ("fisher", torch.ones(20, dtype=torch.int64), "torch.int64"),
+        ("counts", torch.tensor([10**9, 1]), "counts: 1000000001 of 20 samples"),
         ("fisher", torch.full((20,), math.inf), "fisher: negative or infinite"),
         ("signatures", torch.ones(2, 3).half(), "signatures: shape"),
         ("signatures", torch.full((2, 20), math.nan).half(), "signatures"),
@@ -423,3 +441,72 @@ def test_a_hostile_mask_costs_the_reply_alone(held, reason):
     run.run(rounds=1)
     assert re.search(reason, run.rounds[1].failures["client-00"])
     assert len(run.rounds[1].updates) == 3
+
+
+def test_the_upload_does_not_tell_which_channels_are_private():
+    run = Federation("fedfip", keep=0.5, react_max=0.25, phi=0.0)
+    run.run(rounds=2)
+    assert len({u.costs["private"] for u in run.rounds[2].updates} - {0})
+    mask = run.channels.mask(run.rounds[2].jobs["client-00"].kept)
+    for update in run.rounds[2].updates:
+        assert np.array_equal(~update.extras["fisher"].isnan().numpy(), mask)
+
+
+def test_domains_take_turns_over_the_rounds():
+    run = Federation("fedfip", keep=1.0, dsr_every=3, dsr_batch=8)
+    run.run(rounds=1)
+    half = run.halves["client-00"]
+    (job,) = run.server.jobs([run.server.exchange.clients["client-00"]], 2).values()
+    turns = []
+    for number in (2, 3):
+        contrast = half._contrast(replace(job, round=number), run.channels.full())
+        turns.append(list(contrast.rows)[contrast.turn % len(contrast.rows)])
+    assert sorted(turns) == [0, 1]
+
+
+def test_a_round_without_enough_replies_only_delays_mask_and_refresh():
+    options = {"keep": 0.5, "mask_every": 5, "fisher_refresh": 2, "phi": math.inf}
+    run = Federation("fedfip", federation=FederationOptions(min_replies=4, wait=1.0), **options)
+    run.tamper["client-00"] = ValueError("away")
+    masks = []
+
+    def back(round):
+        run.rounds.append(round)
+        masks.append(int(run.server.mask.sum()))
+        if round.number in (1, 4):
+            run.tamper.pop("client-00", None)
+        if round.number == 3:
+            run.tamper["client-00"] = ValueError("away")
+
+    run.server.on_round = back
+    run.run(rounds=5)
+    assert [r.merged for r in run.rounds[1:]] == [False, True, True, False, True]
+    assert masks[1:] == [20, 10, 10, 10, 10]
+    assert [r.diagnostics.get("refresh") for r in run.rounds[2:]] == [False, False, None, True]
+
+
+def test_without_structure_aware_aggregation_private_channels_come_from_the_server():
+    run = Federation("fedfip", sa=False, keep=0.5, react_max=0.25, phi=0.0)
+    run.run(rounds=3)
+    job, half = run.rounds[3].jobs["client-00"], run.halves["client-00"]
+    assert job.sent is not job.kept
+    seen = half._take_up(job, half.me.memory.load(3), run.channels.full())
+    assert all(torch.equal(seen[name], job.state[name]) for name in seen)
+    assert not any(bool(r.diagnostics["refresh"]) for r in run.rounds[1:])
+
+
+def test_signatures_are_those_of_the_gates_also_when_the_mask_is_made_of_filters():
+    def uploaded(**options):
+        run = Federation("fedfip", keep=0.5, **options)
+        run.run(rounds=1)
+        return run.rounds[1].updates[0].extras
+
+    filters, gates = uploaded(fisher="weight"), uploaded(fisher="gate")
+    assert torch.equal(filters["signatures"], gates["signatures"])
+    assert not torch.equal(filters["fisher"], gates["fisher"])
+
+
+def test_a_quantile_above_one_is_refused_before_the_run():
+    with pytest.raises(ValueError, match=r"phi = 1\.5: must be in \[0, 1\]"):
+        FedFIPOptions(phi_mode="quantile", phi=1.5)
+    assert FedFIPOptions(phi_mode="quantile", phi=math.inf).phi == math.inf

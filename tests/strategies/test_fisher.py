@@ -440,9 +440,14 @@ def test_an_unmeasured_channel_follows_the_drift_of_its_own_group():
     assert renew(previous, measured, TWO, 0.5).tolist() == pytest.approx([5.5, 11, 22, 2.0, 2.0])
 
 
-def test_what_was_never_measured_ranks_last_and_does_not_enter_the_drift():
+def test_what_was_never_measured_stays_unknown_and_does_not_enter_the_drift():
     nan = torch.nan
-    assert renew(None, torch.tensor([1.0, nan, 2.0, nan, nan]), TWO).tolist() == [1, 0, 2, 0, 0]
+    first = torch.tensor([1.0, nan, 2.0, nan, nan])
+    once = renew(None, first, TWO)
+    torch.testing.assert_close(once, first, equal_nan=True)
+    # Measured later, it does not count as a rise from 0: the stale 2.0 moves with the first alone.
+    later = renew(once, torch.tensor([0.5, 8.0, nan, nan, nan]), TWO, 0.5)
+    torch.testing.assert_close(later, torch.tensor([0.75, 8.0, 1.5, nan, nan]), equal_nan=True)
     previous = torch.tensor([nan, 2.0, 4.0, 5.0, 6.0])
     measured = torch.tensor([9.0, 1.0, nan, nan, nan])
     assert renew(previous, measured, TWO).tolist() == [9.0, 1.0, 2.0, 5.0, 6.0]
@@ -457,7 +462,7 @@ def test_a_group_of_zeros_divides_by_nothing():
 
 @law
 @given(positive, positive, st.lists(st.booleans(), min_size=5, max_size=5), st.integers(-20, 20))
-def test_renewal_scales_with_the_measurement_and_never_gives_nan(previous, measured, hidden, power):
+def test_renewal_scales_with_the_measurement_and_forgets_nothing(previous, measured, hidden, power):
     measured = torch.where(torch.tensor(hidden), torch.nan, measured)
     once = renew(previous, measured, TWO)
     scaled = renew(previous, measured * 2.0**power, TWO)

@@ -60,7 +60,7 @@ def same(a, b):
 
 
 def test_hellos_survive_the_wire():
-    hellos = [Hello("client-00", {"0": 5, "2": 7}, 0.25), Hello("ø", {}, 1.0)]
+    hellos = [Hello("client-00", {"mnist": 5, "syn": 7}), Hello("ø", {})]
     assert decode_hellos(over_the_wire(encode_hellos(hellos))) == hellos
 
 
@@ -134,7 +134,17 @@ def test_an_update_without_one_of_its_records_is_refused(record):
 
 
 @pytest.mark.parametrize(
-    "clients", [["not json"], [json.dumps({"client": "x"})], [json.dumps([1])], ["3"]]
+    "clients",
+    [
+        ["not json"],
+        [json.dumps({"client": "x"})],
+        [json.dumps([1])],
+        ["3"],
+        [json.dumps({"client": ["x"], "domains": {}})],
+        [json.dumps({"client": "x", "domains": 3})],
+        [json.dumps({"client": "x", "domains": {"a": "many"}})],
+        [json.dumps({"client": "x", "domains": {"a": 0}})],
+    ],
 )
 def test_a_hello_that_is_none_is_refused(clients):
     content = RecordDict({"hello": ConfigRecord({"clients": clients})})
@@ -154,6 +164,7 @@ def test_a_hello_that_is_none_is_refused(clients):
         (torch.tensor([[1, 1]]), torch.tensor([[3]]), torch.zeros(1)),
         (torch.tensor([[1]]), torch.tensor([[3]]), torch.zeros(2)),
         (torch.tensor([[1]]), torch.tensor([[3]]), torch.tensor([float("nan")])),
+        (torch.tensor([[0]]), torch.tensor([[0]]), torch.zeros(1)),
     ],
 )
 def test_scores_that_cannot_be_counts_are_refused(correct, total, loss):

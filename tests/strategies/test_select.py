@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.errors import ShapeError
-from strategies.ops.select import jaccard, reactivate, top_channels
+from strategies.ops.select import jaccard, reactivate, tied, top_channels
 from task.channels import ChannelMap
 
 law = settings(derandomize=True, deadline=None, max_examples=60)
@@ -89,11 +89,43 @@ def test_ties_go_to_the_lower_index_and_do_not_add_channels():
     assert mask.tolist() == [True, True] + [False] * 6
 
 
+def test_channels_that_were_never_measured_rank_last():
+    values = torch.tensor([torch.nan, 0.1, torch.nan, 0.2])
+    for scope in ("layer", "global"):
+        mask = top_channels(values, groups(a=4), 0.5, scope=scope)
+        assert mask.tolist() == [False, True, False, True]
+
+
+def test_groups_that_several_layers_write_keep_two_channels_or_all_of_them_on_request():
+    from torch import nn
+
+    from task.trace import trace
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.inner = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 8, 1)
+            self.outer, self.head = nn.Conv2d(8, 6, 1), nn.Linear(6, 2)
+
+        def forward(self, x):
+            x = self.stem(x).relu()
+            return self.head((x + self.outer(self.inner(x).relu())).mean((2, 3)))
+
+    cmap = trace(Block(), torch.randn(2, 3, 4, 4), verify=False)
+    stream = tied(cmap)
+    assert stream
+    assert stream != set(cmap.groups)
+    for whole in ((), stream):
+        mask = top_channels(torch.rand(cmap.size), cmap, 0.01, minimum=0.0, whole=whole)
+        for name, index in cmap.kept(mask).items():
+            full = cmap.groups[name] if whole else 2
+            assert len(index) == (full if name in stream else 1)
+
+
 @pytest.mark.parametrize(
     ("values", "keep", "scope", "message"),
     [
         (torch.ones(3), 0.5, "layer", "4 channels"),
-        (torch.tensor([1.0, torch.nan, 1, 1]), 0.5, "layer", "renew"),
         (torch.tensor([1.0, -1, 1, 1]), 0.5, "layer", "-1"),
         (torch.ones(4), 0.0, "layer", "keep=0.0"),
         (torch.ones(4), 1.5, "layer", "keep=1.5"),

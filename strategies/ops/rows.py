@@ -1,0 +1,182 @@
+"""Channels as rows: the coordinates of each channel on an axis, moved and compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strategies.errors import ShapeError
+from strategies.ops.plans import Plan
+from task.channels import FIXED, Axis, Ints
+
+__all__ = ["distances", "groups_of", "move_axis", "rows_of", "sketch"]
+
+THIN = 16  # coordinates
+
+
+def groups_of(axis: Axis) -> list[int]:
+    """Return the groups that have channels on an axis, by number."""
+    low, high = int(axis.group.min()), int(axis.group.max())
+    found = [low] if low == high else np.unique(axis.group).tolist()
+    return [number for number in found if number != FIXED]
+
+
+def rows_of(tensor: Tensor, axis: int, carried: Axis, number: int) -> Tensor:
+    """Return everything a tensor holds of each channel of a group.
+
+    Parameters
+    ----------
+    tensor : (..., n, ...) floating point
+    axis : int
+        The axis that carries the channels, as ``carried`` says.
+    number : int
+        Which group.
+
+    Returns
+    -------
+    (W, d) tensor
+        In single precision at least.
+    """
+    x = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    if _plain(carried):
+        return x.movedim(axis, 0).flatten(1) if x.ndim > 1 else x[:, None]
+    here = _blocks(carried)[number]
+    return (
+        x.index_select(axis, torch.from_numpy(here.ravel())).movedim(axis, 0).reshape(len(here), -1)
+    )
+
+
+def move_axis(
+    tensor: Tensor, axis: int, source: Axis, target: Axis, plans: Mapping[int, Plan]
+) -> Tensor:
+    """Move the channels on one axis along the plans of their groups.
+
+    An axis may hold a channel several times (flattened pixels, the features of a head): its k-th
+    coordinate in the source moves to its k-th in the target. Coordinates without a channel stay.
+
+    Parameters
+    ----------
+    tensor : (..., n, ...) floating point
+    axis : int
+    source, target : Axis
+        What the axis carries before and after.
+    plans : mapping of group number to Plan
+
+    Returns
+    -------
+    (..., m, ...) tensor
+
+    Raises
+    ------
+    ShapeError
+        The two axes do not carry the same groups in the same way.
+    """
+    into = source.role == "in"
+    if _plain(source) and _plain(target):
+        return plans[int(source.group[0])].move(tensor, axis, into=into)
+    before, after = _blocks(source), _blocks(target)
+    if [(k, v.shape[1]) for k, v in before.items()] != [(k, v.shape[1]) for k, v in after.items()]:
+        raise ShapeError("an axis repeats its channels otherwise in the source than in the target")
+    moved = tensor.new_empty(*tensor.shape[:axis], len(target.group), *tensor.shape[axis + 1 :])
+    for number, here in before.items():
+        part = tensor.index_select(axis, torch.from_numpy(here.ravel())).unflatten(axis, here.shape)
+        if number != FIXED:
+            part = plans[number].move(part, axis, into=into)
+        there = torch.from_numpy(after[number].ravel())
+        moved.index_copy_(axis, there, part.flatten(axis, axis + 1))
+    return moved
+
+
+def _plain(axis: Axis) -> bool:
+    """Tell whether an axis is one whole group in order, each channel once."""
+    n = len(axis.group)
+    return bool(
+        axis.channel[-1] == n - 1
+        and (axis.group == axis.group[0]).all()
+        and (axis.channel == np.arange(n)).all()
+        and axis.group[0] != FIXED
+    )
+
+
+def _blocks(axis: Axis) -> dict[int, Ints]:
+    """Group number -> (W, r) coordinates of its channels; what stays is one channel of its own."""
+    blocks = {}
+    for number in np.unique(axis.group).tolist():
+        places = np.flatnonzero(axis.group == number)
+        channel = axis.channel[places]
+        times = np.bincount(channel)
+        if (times != times[0]).any():
+            raise ShapeError("an axis holds some channels of a group more often than others")
+        blocks[number] = places[np.argsort(channel, kind="stable")].reshape(len(times), -1)
+    return blocks
+
+
+def distances(
+    source: Sequence[Tensor], target: Sequence[Tensor], *, squared: bool
+) -> NDArray[np.float64]:
+    """Compare rows that are given in parts: ``C_ab = sum over parts of |s_a - t_b|^2``.
+
+    In Gram form, one product per part accumulated in place; rounding may leave a distance of
+    nearly 0 where rows are equal, never a negative one.
+
+    Parameters
+    ----------
+    source : sequence of (n, d) tensors
+    target : sequence of (m, d) tensors
+    squared : bool
+        Otherwise the root of the sum.
+
+    Returns
+    -------
+    (n, m) float64 array
+    """
+    dtype = torch.promote_types(source[0].dtype, target[0].dtype)
+    cost = torch.zeros(len(source[0]), len(target[0]), dtype=dtype)
+    for a, b in zip(_joined(source, dtype), _joined(target, dtype), strict=True):
+        cost += torch.linalg.vector_norm(a, dim=1).square()[:, None]
+        cost += torch.linalg.vector_norm(b, dim=1).square()
+        cost.addmm_(a, b.T, alpha=-2)
+    cost.clamp_min_(0)
+    found: NDArray[np.float64] = (cost if squared else cost.sqrt_()).double().numpy()
+    return found
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Put thin parts together: for them a product costs less than its call."""
+    thin = [part.to(dtype) for part in parts if part.shape[1] <= THIN]
+    thick = [part.to(dtype) for part in parts if part.shape[1] > THIN]
+    return [*thick, torch.cat(thin, 1)] if thin else thick
+
+
+def sketch(rows: Tensor, size: int, name: str) -> Tensor:
+    """Project rows to a few coordinates so that distances between them stay, in expectation.
+
+    Every coordinate is added to one of ``size`` sums with a random sign, in one pass over the data;
+    the relative standard deviation of a squared distance is about ``sqrt(2 / size)``. Sketches of
+    parts add up to the sketch of the whole row.
+
+    Parameters
+    ----------
+    rows : (n, d) tensor
+    size : int
+    name : str
+        Draws the projection: the same for both networks, another one for another tensor.
+
+    Returns
+    -------
+    (n, size) tensor
+
+    References
+    ----------
+    Charikar, Chen, Farach-Colton, Finding frequent items in data streams, 2002; Clarkson and
+    Woodruff, Low rank approximation and regression in input sparsity time, 2013.
+    """
+    source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    sums = torch.randint(size, rows.shape[1:], generator=source)
+    signs = torch.randint(2, rows.shape[1:], generator=source, dtype=rows.dtype) * 2 - 1
+    return rows.new_zeros(len(rows), size).index_add_(1, sums, rows * signs)
