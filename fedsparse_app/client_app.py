@@ -100,7 +100,8 @@ def _introductions(config: Config, context: Context) -> list[Hello]:
     for name, index in _served(config, context).items():
         held = torch.bincount(data.train.domain[rows[index]], minlength=len(data.domains))
         domains = {k: int(n) for k, n in zip(data.domains, held, strict=True) if n}
-        hellos.append(Hello(name, domains))
+        keep = context.node_config.get("keep")
+        hellos.append(Hello(name, domains, None if keep is None else float(keep)))
     return hellos
 
 

@@ -11,6 +11,7 @@ from flwr.supercore import log
 from fedsparse_app.config import Config, read
 from fedsparse_app.files import write_atomically
 from fedsparse_app.recorder import Recorder
+from fedsparse_app.state import ClientState
 from fedsparse_app.workload import Workload, client_ids, split, workload
 from strategies import STRATEGIES
 from strategies.base import SubmodelStrategy
@@ -39,6 +40,7 @@ def main(grid: Grid, context: Context) -> None:
     recorder = Recorder(folder, config, work, strategy)
     write_atomically(folder / "partition.json", json.dumps(partition).encode())
     strategy.on_round = recorder
+    strategy.store = lambda client: ClientState(folder / "histories", client)
     strategy.start(
         grid,
         ArrayRecord(work.model.state_dict()),

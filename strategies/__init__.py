@@ -9,6 +9,7 @@ from strategies.exchange import FederationOptions
 from strategies.fedavg import FedAvg, FedAvgClient, FedAvgOptions
 from strategies.fedfip import FedFIP, FedFIPClient, FedFIPOptions
 from strategies.local import ClientHalf
+from strategies.subflot import SubFLOT, SubFLOTClient, SubFLOTOptions
 
 __all__ = [
     "STRATEGIES",
@@ -20,6 +21,9 @@ __all__ = [
     "FedFIPOptions",
     "FederationOptions",
     "Method",
+    "SubFLOT",
+    "SubFLOTClient",
+    "SubFLOTOptions",
     "SubmodelStrategy",
 ]
 
@@ -36,4 +40,5 @@ class Method:
 STRATEGIES: dict[str, Method] = {
     "fedavg": Method(FedAvg, FedAvgClient, FedAvgOptions),
     "fedfip": Method(FedFIP, FedFIPClient, FedFIPOptions),
+    "subflot": Method(SubFLOT, SubFLOTClient, SubFLOTOptions),
 }

@@ -7,6 +7,7 @@ shapes, checking of replies and bookkeeping are here and in ``exchange``, once.
 
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from logging import INFO, WARNING
@@ -19,6 +20,7 @@ from flwr.supercore import log
 from torch import Tensor
 
 from strategies.exchange import Exchange, FederationOptions
+from strategies.memory import InMemory, Memory
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes
 from task.channels import ChannelMap, Kept, State
@@ -60,6 +62,8 @@ class SubmodelStrategy(Strategy):
         self.exchange = Exchange(federation, channels, seed)
         self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
         self.on_round: Callable[[Round], None] = lambda _: None
+        memories: defaultdict[str, Memory] = defaultdict(InMemory)
+        self.store: Callable[[str], Memory] = memories.__getitem__
         self._round = Round(0)
 
     # What a method writes --------------------------------------------------------------------
@@ -80,11 +84,18 @@ class SubmodelStrategy(Strategy):
         """Return the channels whose tensors ``update`` carries."""
         return job.kept
 
+    def uploads(self, tensor: str) -> bool:
+        """Whether updates carry ``tensor``; what they do not stays with the clients."""
+        return True
+
     def validate(self, job: Job, update: Update) -> None:
         """Raise ``ShapeError`` when the method's own arrays in ``update`` do not fit."""
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the method's server state beside the model, for the checkpoint."""
+        """Return the method's server state beside the model, for the checkpoint.
+
+        What is large and per client goes to ``store(client)`` instead, which keeps it per round.
+        """
         return {}
 
     def recall(self, memory: dict[str, Tensor]) -> None:
@@ -161,7 +172,9 @@ class SubmodelStrategy(Strategy):
                 update = decode_update(content)
                 kept = self.uploaded(job, update)
                 if id(kept) not in shapes:
-                    shapes[id(kept)] = kept, expected_shapes(self.state, self.channels, kept)
+                    expected = expected_shapes(self.state, self.channels, kept)
+                    sent = {name: shape for name, shape in expected.items() if self.uploads(name)}
+                    shapes[id(kept)] = kept, sent
                 hello = self.exchange.clients[job.client]
                 check_update(job, update, shapes[id(kept)][1], self.score_shape, hello)
                 self.validate(job, update)

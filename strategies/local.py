@@ -4,12 +4,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from strategies.memory import Memory
 from strategies.records import Job, Update
 from task.channels import ChannelMap, Kept, State
 from task.data.dataset import Samples
@@ -17,17 +18,7 @@ from task.seeding import generator, seeded
 from task.submodel import slice_module
 from task.train import Fit, Penalty, Scores, TrainingOptions, evaluate, fit
 
-__all__ = ["ClientHalf", "Memory", "Participant", "cpu_state", "relative"]
-
-
-class Memory(Protocol):
-    """Arrays that a client keeps between rounds and restarts."""
-
-    def load(self, round: int) -> dict[str, Tensor]:
-        """Return what was saved last in a round before ``round``, or nothing."""
-
-    def save(self, round: int, arrays: dict[str, Tensor]) -> None:
-        """Save for the rounds after ``round``, all or nothing."""
+__all__ = ["ClientHalf", "Participant", "cpu_state", "relative"]
 
 
 @dataclass(frozen=True)

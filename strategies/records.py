@@ -47,10 +47,13 @@ class Hello:
         Stable name; state is keyed by it, never by Flower's node id.
     domains : dict of str to int
         Samples per domain.
+    keep : float or None
+        Fraction of width that the device can carry, 1.0 = the dense network; None = not said.
     """
 
     client: str
     domains: dict[str, int]
+    keep: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ def _hello(text: object) -> Hello:
         isinstance(domain, str) and isinstance(n, int) and n > 0 for domain, n in counts
     ):
         raise TypeError(f"client {hello.client!r}, domains {hello.domains!r}")
+    if hello.keep is not None and not 0 < float(hello.keep) <= 1:
+        raise ValueError(f"keep {hello.keep!r} of {hello.client} is not in (0, 1]")
     return hello
 
 

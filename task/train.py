@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from task.data.dataset import Samples
 from task.options import Interval, check_options
 
-__all__ = ["Fit", "Penalty", "Scores", "Step", "TrainingOptions", "evaluate", "fit"]
+__all__ = ["Fit", "Penalty", "Scores", "Step", "TrainingOptions", "evaluate", "fit", "recalibrate"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,27 @@ def _batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tens
         starts.pop()  # a batch of one has no variance: it joins its neighbour
     for start, stop in zip(starts, [*starts[1:], count], strict=True):
         yield order[start:stop]
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, samples: Samples, *, batch_size: int = 64) -> None:
+    """Replace BatchNorm's running statistics by the mean over one pass of ``samples``.
+
+    A network whose channels were merged without training has statistics of channels that are gone.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return
+    momenta, training = [norm.momentum for norm in norms], model.training
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches, not a moving one
+    model.train()
+    for index in _batches(len(samples), batch_size, torch.Generator().manual_seed(0)):
+        model(samples.inputs(index))
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    model.train(training)
 
 
 @dataclass(frozen=True)

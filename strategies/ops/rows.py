@@ -12,10 +12,20 @@ from torch import Tensor
 
 from strategies.errors import ShapeError
 from strategies.ops.plans import Plan
-from task.channels import FIXED, Axis, Ints
+from task.channels import FIXED, Axis, ChannelMap, Ints, State
 
-__all__ = ["distances", "groups_of", "move_axis", "rows_of", "sketch"]
+__all__ = [
+    "distances",
+    "distinct_rows",
+    "groups_of",
+    "move_axis",
+    "rows_of",
+    "sketch",
+    "writers_of",
+]
 
+WEIGHTS, VECTORS = ("out", "depthwise"), ("norm", "bias")
+STATISTICS = ("running_mean", "running_var")
 THIN = 16  # coordinates
 
 
@@ -26,14 +36,26 @@ def groups_of(axis: Axis) -> list[int]:
     return [number for number in found if number != FIXED]
 
 
-def rows_of(tensor: Tensor, axis: int, carried: Axis, number: int) -> Tensor:
+def writers_of(cmap: ChannelMap, *, vectors: bool = True) -> list[list[tuple[str, int]]]:
+    """Per group, the tensors and axes whose rows tell its channels apart."""
+    writers: list[list[tuple[str, int]]] = [[] for _ in cmap.groups]
+    roles = WEIGHTS + VECTORS if vectors else WEIGHTS
+    for name, axes in cmap.axes.items():
+        for d, axis in enumerate(axes):
+            if axis and axis.role in roles and not name.endswith(STATISTICS):
+                for number in groups_of(axis):
+                    writers[number].append((name, d))
+    return writers
+
+
+def rows_of(tensor: Tensor, axis: int, cmap: ChannelMap, name: str, number: int) -> Tensor:
     """Return everything a tensor holds of each channel of a group.
 
     Parameters
     ----------
     tensor : (..., n, ...) floating point
     axis : int
-        The axis that carries the channels, as ``carried`` says.
+        Which of its axes carries the channels, as ``cmap`` says of the tensor ``name``.
     number : int
         Which group.
 
@@ -43,12 +65,35 @@ def rows_of(tensor: Tensor, axis: int, carried: Axis, number: int) -> Tensor:
         In single precision at least.
     """
     x = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    carried = cmap.axes[name][axis]
+    if carried is None:
+        raise ShapeError(f"{name}: axis {axis} carries no channels")
     if _plain(carried):
         return x.movedim(axis, 0).flatten(1) if x.ndim > 1 else x[:, None]
     here = _blocks(carried)[number]
-    return (
-        x.index_select(axis, torch.from_numpy(here.ravel())).movedim(axis, 0).reshape(len(here), -1)
-    )
+    x = x.index_select(axis, torch.from_numpy(here.ravel()))
+    return x.movedim(axis, 0).reshape(len(here), -1)
+
+
+def distinct_rows(state: State, cmap: ChannelMap) -> dict[str, int]:
+    """Count the different channels of each group: narrow networks fill a wide one with copies.
+
+    Parameters
+    ----------
+    state : mapping of tensor name to tensor
+    cmap : ChannelMap
+
+    Returns
+    -------
+    dict of str to int
+        Group -> number of different rows over all that writes it; its width if none is a copy.
+    """
+    counts = {}
+    for number, (name, writers) in enumerate(zip(cmap.groups, writers_of(cmap), strict=True)):
+        parts = [rows_of(state[tensor], d, cmap, tensor, number) for tensor, d in writers]
+        table = torch.cat(parts, 1) + 0.0  # -0.0 becomes 0.0
+        counts[name] = len({row.tobytes() for row in table.numpy()})
+    return counts
 
 
 def move_axis(
@@ -84,7 +129,8 @@ def move_axis(
         raise ShapeError("an axis repeats its channels otherwise in the source than in the target")
     moved = tensor.new_empty(*tensor.shape[:axis], len(target.group), *tensor.shape[axis + 1 :])
     for number, here in before.items():
-        part = tensor.index_select(axis, torch.from_numpy(here.ravel())).unflatten(axis, here.shape)
+        part = tensor.index_select(axis, torch.from_numpy(here.ravel()))
+        part = part.reshape(*tensor.shape[:axis], *here.shape, *tensor.shape[axis + 1 :])
         if number != FIXED:
             part = plans[number].move(part, axis, into=into)
         there = torch.from_numpy(after[number].ravel())
@@ -117,17 +163,18 @@ def _blocks(axis: Axis) -> dict[int, Ints]:
 
 
 def distances(
-    source: Sequence[Tensor], target: Sequence[Tensor], *, squared: bool
+    pairs: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, int], *, squared: bool
 ) -> NDArray[np.float64]:
     """Compare rows that are given in parts: ``C_ab = sum over parts of |s_a - t_b|^2``.
 
-    In Gram form, one product per part accumulated in place; rounding may leave a distance of
-    nearly 0 where rows are equal, never a negative one.
+    In Gram form, one product per part that is added in place; rounding may leave a little where
+    rows are equal, never less than 0.
 
     Parameters
     ----------
-    source : sequence of (n, d) tensors
-    target : sequence of (m, d) tensors
+    pairs : sequence of ((n, d) tensor, (m, d) tensor)
+        The rows of source and target, any number of parts.
+    shape : (n, m)
     squared : bool
         Otherwise the root of the sum.
 
@@ -135,22 +182,19 @@ def distances(
     -------
     (n, m) float64 array
     """
-    dtype = torch.promote_types(source[0].dtype, target[0].dtype)
-    cost = torch.zeros(len(source[0]), len(target[0]), dtype=dtype)
-    for a, b in zip(_joined(source, dtype), _joined(target, dtype), strict=True):
-        cost += torch.linalg.vector_norm(a, dim=1).square()[:, None]
-        cost += torch.linalg.vector_norm(b, dim=1).square()
-        cost.addmm_(a, b.T, alpha=-2)
+    thin = [pair for pair in pairs if pair[0].shape[1] <= THIN]
+    joined = [pair for pair in pairs if pair[0].shape[1] > THIN]
+    if thin:  # a product costs less than its call
+        joined.append((torch.cat([s for s, _ in thin], 1), torch.cat([t for _, t in thin], 1)))
+    cost = torch.zeros(shape, dtype=joined[0][0].dtype if joined else torch.float32)
+    for s, t in joined:
+        t = t.to(s.dtype)
+        cost += torch.linalg.vector_norm(s, dim=1).square()[:, None]
+        cost += torch.linalg.vector_norm(t, dim=1).square()
+        cost.addmm_(s, t.T, alpha=-2)
     cost.clamp_min_(0)
     found: NDArray[np.float64] = (cost if squared else cost.sqrt_()).double().numpy()
     return found
-
-
-def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Put thin parts together: for them a product costs less than its call."""
-    thin = [part.to(dtype) for part in parts if part.shape[1] <= THIN]
-    thick = [part.to(dtype) for part in parts if part.shape[1] > THIN]
-    return [*thick, torch.cat(thin, 1)] if thin else thick
 
 
 def sketch(rows: Tensor, size: int, name: str) -> Tensor:

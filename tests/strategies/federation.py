@@ -11,6 +11,7 @@ from torch import nn
 from fedsparse_app.inprocess import InProcessGrid
 from strategies import STRATEGIES, FederationOptions
 from strategies.local import Participant
+from strategies.memory import InMemory
 from strategies.records import Hello, decode_job, encode_hellos, encode_scores, encode_update
 from task.data.dataset import Samples
 from task.seeding import seeded
@@ -18,17 +19,6 @@ from task.trace import trace
 from task.train import TrainingOptions
 
 DOMAINS, CLASSES = 3, 4
-
-
-class Dictionary(dict):
-    """A client's memory without a disk."""
-
-    def load(self, round):
-        earlier = [number for number in self if number < round]
-        return {k: v.clone() for k, v in self[max(earlier)].items()} if earlier else {}
-
-    def save(self, round, arrays):
-        self[round] = {k: v.clone() for k, v in arrays.items()}
 
 
 def network():
@@ -111,7 +101,7 @@ class Federation:
             score_shape=(DOMAINS, CLASSES),
             training=training or TrainingOptions(epochs=1, batch_size=8, lr=0.05),
             seed=seed,
-            memory=Dictionary(),
+            memory=InMemory(),
             costs=lambda net: {"parameters": sum(p.numel() for p in net.parameters())},
             device=torch.device("cpu"),
         )

@@ -202,7 +202,7 @@ def test_infinite_phi_means_no_private_channels_and_no_memory():
     run = Federation("fedfip", keep=0.5, phi=math.inf)
     run.run(rounds=3)
     assert all(u.costs["private"] == 0 for u in run.rounds[3].updates)
-    assert not any(half.me.memory for half in run.halves.values())
+    assert not any(half.me.memory.saved for half in run.halves.values())
 
 
 def test_larger_phi_means_fewer_private_channels():

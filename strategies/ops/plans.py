@@ -1,0 +1,130 @@
+"""Transport plans between the channels of two networks of different widths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from task.channels import Ints
+
+__all__ = ["Plan", "transpose"]
+
+Floats = NDArray[np.float64]
+Share = float | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A coupling of n source channels with m target channels, as the list of its positive entries.
+
+    Two normalisations of the same plan move a network. A target channel *averages* its sources, so
+    what it writes is moved with ``out``, whose columns sum to 1; its readers need the *sum* of what
+    its sources handed on, so their inputs are moved with ``into``, whose rows sum to 1.
+
+    Attributes
+    ----------
+    source, target : (p,) int64 — the channels of each entry; every channel occurs at least once
+    mass : (p,) float64 — positive, in any unit: whole numbers wherever the plan is a hard map
+    shape : (n, m)
+    """
+
+    source: Ints
+    target: Ints
+    mass: Floats
+    shape: tuple[int, int]
+
+    @property
+    def coupling(self) -> Floats:
+        """The plan as a matrix (n, m) of total mass 1."""
+        return self._matrix(self.mass / self.mass.sum())
+
+    @property
+    def out(self) -> Floats:
+        """(n, m), columns sum to 1: for what channels write."""
+        return self._matrix(self._share(self.target))
+
+    @property
+    def into(self) -> Floats:
+        """(n, m), rows sum to 1: for what channels are read into."""
+        return self._matrix(self._share(self.source))
+
+    def _share(self, ends: Ints) -> Floats:
+        """Mass of each entry as a fraction of all mass at its end."""
+        share: Floats = self.mass / np.bincount(ends, self.mass)[ends]
+        return share
+
+    def _matrix(self, values: Floats) -> Floats:
+        matrix = np.zeros(self.shape)
+        matrix[self.source, self.target] = values
+        return matrix
+
+    @cached_property
+    def _slots(self) -> list[tuple[Tensor, Share, Share]]:
+        """The k-th source of every target, (m,), and its shares of `out` and `into`.
+
+        A target with fewer sources has an arbitrary one of share 0; shares that are all the same
+        are one number.
+        """
+        order = np.lexsort((self.source, self.target))
+        target, counts = self.target[order], np.bincount(self.target)
+        slot = np.arange(len(order)) - (np.cumsum(counts) - counts)[target]
+        index = np.zeros((counts.max(), self.shape[1]), np.int64)
+        out, into = np.zeros(index.shape), np.zeros(index.shape)
+        index[slot, target] = self.source[order]
+        out[slot, target] = self._share(self.target)[order]
+        into[slot, target] = self._share(self.source)[order]
+        return [
+            (torch.from_numpy(index[k]), _compact(out[k]), _compact(into[k]))
+            for k in range(len(index))
+        ]
+
+    def move(self, tensor: Tensor, axis: int, *, into: bool) -> Tensor:
+        """Move one axis of a tensor from the source's channels to the target's.
+
+        ``y_b = sum_a T_ab x_a`` with ``T`` = `into` or `out`. A plan with few sources per target is
+        applied by gathering: reading k slices is several times cheaper than a product.
+
+        Parameters
+        ----------
+        tensor : (..., n, ...) floating point
+        axis : int
+        into : bool
+            Whether the tensor reads these channels; otherwise it writes them.
+
+        Returns
+        -------
+        (..., m, ...) tensor of the same type
+        """
+        x = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if len(self._slots) * self.shape[1] > 4 * max(self.shape):
+            matrix = torch.from_numpy(self.into if into else self.out).to(x.dtype)
+            return (x.movedim(axis, -1) @ matrix).movedim(-1, axis).contiguous().to(tensor.dtype)
+        total: Tensor | None = None
+        for index, *shares in self._slots:
+            part, share = x.index_select(axis, index), shares[into]
+            if isinstance(share, float):
+                total = part.mul_(share) if total is None else total.add_(part, alpha=share)
+            else:
+                share = share.to(x.dtype).view(-1, *[1] * (x.ndim - 1 - axis))
+                total = part.mul_(share) if total is None else total.addcmul_(part, share)
+        assert total is not None
+        return total.to(tensor.dtype)
+
+    def reverse(self) -> Plan:
+        """Return the same coupling from target to source."""
+        return Plan(self.target, self.source, self.mass, (self.shape[1], self.shape[0]))
+
+
+def _compact(shares: Floats) -> Share:
+    return float(shares[0]) if (shares == shares[0]).all() else torch.from_numpy(shares)
+
+
+def transpose(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Turn plans from a to b into plans from b to a."""
+    return {name: plan.reverse() for name, plan in plans.items()}
