@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strategies.errors import ShapeError
 from task.channels import Ints
 
 __all__ = ["Plan", "transpose"]
@@ -38,6 +39,16 @@ class Plan:
     target: Ints
     mass: Floats
     shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        sides = (("source", self.source), ("target", self.target))
+        for (side, ends), width in zip(sides, self.shape, strict=True):
+            lost = np.flatnonzero(np.bincount(ends, self.mass, width) <= 0)
+            if len(lost):
+                raise ShapeError(
+                    f"plan {self.shape}: {side} channels {lost[:5].tolist()} have no mass; a plan "
+                    "must couple every channel (sinkhorn: a larger reg converges faster)"
+                )
 
     @property
     def coupling(self) -> Floats:

@@ -229,7 +229,8 @@ class _Alignment:
                     mine, theirs = sketch(mine, size, name), sketch(theirs, size, name)
                 pairs.append((mine, theirs))
         if size and pairs:  # the sketches of parts add up to the sketch of the whole row
-            return [tuple(torch.stack(side).sum(0) for side in zip(*pairs, strict=True))]
+            mine, theirs = (torch.stack(side).sum(0) for side in zip(*pairs, strict=True))
+            return [(mine, theirs)]
         return pairs
 
     def reads(self, name: str) -> set[int]:
