@@ -50,6 +50,16 @@ from strategies.ops.contrastive import (
 from strategies.ops.fisher import federate, gate_fisher, pool, renew, weight_fisher
 from strategies.ops.select import jaccard, reactivate, tied, top_channels
 from strategies.records import Hello, Job, Update
+from strategies.signatures import (
+    check_fisher,
+    check_signatures,
+    pack_mask,
+    read_prototypes,
+    read_signatures,
+    unpack_mask,
+    write_prototypes,
+    write_signatures,
+)
 from task.channels import Kept, State
 from task.data.dataset import Samples
 from task.options import Interval, check_options
@@ -131,10 +141,8 @@ class FedFIP(SubmodelStrategy):
         state = self.state if dense else extract(self.state, self.channels, kept)
         sent = self.channels.full() if dense else kept
         extras = {"refresh": torch.tensor(refresh)}
-        if self.options.regularises and self.prototypes:
-            extras["prototype-domains"] = torch.tensor(sorted(self.prototypes))
-            rows = [self.prototypes[k][self.mask] for k in sorted(self.prototypes)]
-            extras["prototypes"] = to_half(torch.stack(rows))
+        if self.options.regularises:
+            extras |= write_prototypes(self.prototypes, self.mask)
         return {c.client: Job(c.client, round, kept, state, sent, extras) for c in clients}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
@@ -152,7 +160,8 @@ class FedFIP(SubmodelStrategy):
             self.state = average_overlap(self.state, self.channels, subs, weights)
         diagnostics: dict[str, Any] = {"refresh": dense}
         if options.dsr:
-            self._move_prototypes(updates)
+            uploads = [read_signatures(u.extras, self.mask) for u in updates]
+            self.prototypes = move_prototypes(self.prototypes, uploads, options.mu)
             diagnostics["prototype_share"] = self._shares()
         if options.dsfp:
             measured = federate([u.extras["fisher"] for u in updates], weights)
@@ -177,31 +186,10 @@ class FedFIP(SubmodelStrategy):
     def validate(self, job: Job, update: Update) -> None:
         """Check the Fisher vector and the signatures."""
         if self.options.dsfp:
-            fisher = update.extras.get("fisher", torch.empty(0))
-            if fisher.shape != (self.channels.size,) or fisher.dtype != torch.float32:
-                raise ShapeError(
-                    f"fisher: shape {tuple(fisher.shape)} {fisher.dtype}, "
-                    f"expected ({self.channels.size},) torch.float32"
-                )
-            if (fisher < 0).any() or torch.isinf(fisher).any():
-                raise ShapeError("fisher: negative or infinite values")
+            check_fisher(update.extras, self.channels.size)
         if self.options.dsr:
-            domains, counts, rows = (
-                update.extras.get(name, torch.empty(0))
-                for name in ("domains", "counts", "signatures")
-            )
-            if rows.shape != (len(domains), int(self.mask.sum())) or domains.shape != counts.shape:
-                raise ShapeError(
-                    f"signatures: shape {tuple(rows.shape)} for {len(domains)} domains"
-                )
-            types = (domains.dtype, counts.dtype, rows.dtype)
-            if types != (torch.int64, torch.int64, torch.float16):
-                raise ShapeError(f"domains, counts, signatures: {types}, not int64, int64, float16")
-            if int(counts.sum()) > update.samples:
-                raise ShapeError(f"counts: {int(counts.sum())} of {update.samples} samples")
-            inside = (domains >= 0) & (domains < self.score_shape[0]) & (counts > 0)
-            if not inside.all() or not torch.isfinite(rows).all() or (rows < 0).any():
-                raise ShapeError("signatures: unknown domain, no samples, or not a distribution")
+            shared, domains = int(self.mask.sum()), self.score_shape[0]
+            check_signatures(update.extras, shared, domains, update.samples)
 
     def memory(self) -> dict[str, Tensor]:
         """Return F_g, the masks and the prototypes."""
@@ -245,19 +233,6 @@ class FedFIP(SubmodelStrategy):
             self.selected = round
         return jaccard(before, self.mask)
 
-    def _move_prototypes(self, updates: list[Update]) -> None:
-        uploads = []
-        for update in updates:
-            extras, signatures = update.extras, {}
-            for k, n, row in zip(
-                extras["domains"], extras["counts"], extras["signatures"], strict=True
-            ):
-                v = torch.zeros(self.channels.size)
-                v[self.mask] = row.float()
-                signatures[int(k)] = (v / v.sum().clamp_min(1e-12), int(n))
-            uploads.append(signatures)
-        self.prototypes = move_prototypes(self.prototypes, uploads, self.options.mu)
-
     def _shares(self) -> dict[str, dict[str, float]]:
         """Return how each domain's prototype spreads over the groups, by domain index."""
         return {
@@ -266,11 +241,8 @@ class FedFIP(SubmodelStrategy):
         }
 
     def _held(self, update: Update) -> Kept:
-        packed = update.extras.get("held", torch.empty(0, dtype=torch.uint8))
-        if tuple(packed.shape) != (-(-self.channels.size // 8),) or packed.dtype != torch.uint8:
-            raise ShapeError(f"held: {tuple(packed.shape)} {packed.dtype}, not a channel mask")
-        mask = np.unpackbits(packed.numpy(), count=self.channels.size).astype(bool)
-        return self.channels.kept(mask)
+        packed = update.extras.get("held", torch.empty(0))
+        return self.channels.kept(unpack_mask(packed, self.channels.size))
 
 
 class FedFIPClient(ClientHalf):
@@ -305,7 +277,7 @@ class FedFIPClient(ClientHalf):
             if self.options.dsr:
                 if kind != "gate":
                     per_domain = self._measure("gate", job, model, held, seen)
-                extras |= self._signatures(per_domain, counts, mask)
+                extras |= write_signatures(self._signatures(per_domain, mask), counts)
             if self.options.reactivates:
                 known = renew(memory.get("fisher"), fisher, channels)
                 own = {f"state.{name}": tensor for name, tensor in seen.items()}
@@ -313,7 +285,7 @@ class FedFIPClient(ClientHalf):
         if self.options.sa:
             state = extract(state, channels.restrict(held), relative(job.kept, held))
         else:
-            extras["held"] = torch.from_numpy(np.packbits(mask | private))
+            extras["held"] = pack_mask(mask | private)
         return self.update(
             job, model, trained, begin, state=state, extras=extras, private=int(private.sum())
         )
@@ -347,15 +319,11 @@ class FedFIPClient(ClientHalf):
         return seen
 
     def _contrast(self, job: Job, held: Kept) -> "Contrast | None":
-        domains = job.extras.get("prototype-domains")
-        if domains is None or not self.options.regularises:
-            return None
         inside = torch.from_numpy(self.me.channels.mask(job.kept)[self.me.channels.mask(held)])
-        rows = torch.zeros(len(domains), len(inside))
-        rows[:, inside] = job.extras["prototypes"].float()
-        rows /= rows.sum(1, keepdim=True).clamp_min(1e-12)
-        prototypes = {int(k): row.to(self.me.device) for k, row in zip(domains, rows, strict=True)}
-        return Contrast(self, job, held, inside.to(self.me.device), prototypes)
+        prototypes = read_prototypes(job.extras, inside)
+        if not prototypes or not self.options.regularises:
+            return None
+        return Contrast(self, job, held, inside, prototypes)
 
     def _measure(
         self, kind: str, job: Job, model: torch.nn.Module, held: Kept, seen: State
@@ -375,18 +343,11 @@ class FedFIPClient(ClientHalf):
             per_domain[k][inside] = f.float().cpu()
         return per_domain
 
-    def _signatures(
-        self, per_domain: dict[int, Tensor], counts: dict[int, int], mask: np.ndarray
-    ) -> dict[str, Tensor]:
+    def _signatures(self, per_domain: dict[int, Tensor], mask: np.ndarray) -> dict[int, Tensor]:
         shared, norm = torch.from_numpy(mask), self.options.signature_norm
-        rows = [
-            signature(f.nan_to_num(), shared, self.me.channels, norm=norm)[shared]
-            for _, f in sorted(per_domain.items())
-        ]
         return {
-            "domains": torch.tensor(sorted(per_domain)),
-            "counts": torch.tensor([counts[k] for k in sorted(per_domain)]),
-            "signatures": to_half(torch.stack(rows)),
+            k: signature(f, shared, self.me.channels, norm=norm)[shared]
+            for k, f in per_domain.items()
         }
 
 
@@ -402,8 +363,8 @@ class Contrast:
         prototypes: dict[int, Tensor],
     ) -> None:
         self.options, self.samples = client.options, client.me.train
-        self.channels, self.mask = client.me.channels.restrict(held), mask
-        self.prototypes = prototypes
+        self.channels, self.mask = client.me.channels.restrict(held), mask.to(client.me.device)
+        self.prototypes = {k: p.to(client.me.device) for k, p in prototypes.items()}
         self.draw = client.me.generator("contrastive samples", job.round)
         self.rows = {
             k: self.samples.rows(k)
@@ -446,8 +407,3 @@ def cap_per_domain(samples: Samples, most: int, draw: torch.Generator) -> Sample
     own = [samples.rows(k) for k in samples.counts()]
     drawn = [rows[torch.randperm(len(rows), generator=draw)[:most]] for rows in own]
     return samples.take(torch.cat(drawn).numpy())
-
-
-def to_half(rows: Tensor) -> Tensor:
-    """Return distributions as float16, scaled to mean 1 so that small shares survive."""
-    return (rows * rows.shape[1]).half()

@@ -8,7 +8,7 @@ Arrays travel as Flower ``ArrayRecord`` (typed buffers, never pickle), numbers a
 """
 
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -158,14 +158,9 @@ def encode_job(
     if job.sent is not job.kept:
         masks["sent"] = _pack(channels.mask(job.sent))
     head = ConfigRecord({"client": job.client, "round": job.round, "evaluate": job.evaluate})
-    return RecordDict(
-        {
-            "job": head,
-            "state": cache[id(job.state)],
-            "channels": ArrayRecord(masks),
-            "extras": _arrays(job.extras),
-        }
-    )
+    content = RecordDict({"job": head, "state": cache[id(job.state)]})
+    content["channels"], content["extras"] = ArrayRecord(masks), _arrays(job.extras)
+    return content
 
 
 def decode_job(content: RecordDict, channels: ChannelMap) -> Job:
@@ -207,12 +202,12 @@ def encode_update(update: Update) -> RecordDict:
 
 
 def decode_update(content: RecordDict) -> Update:
-    """Read an update on the server.
+    """Read an update on the server; whether its tensors fit is the driver's to check.
 
     Raises
     ------
     ShapeError
-        A record is missing or of another type; whether tensors fit is the driver's to check.
+        A record is missing or of another type.
     """
     try:
         numbers = content.metric_records["numbers"]
@@ -225,12 +220,14 @@ def decode_update(content: RecordDict) -> Update:
             loss=float(numbers["loss"]),  # type: ignore[arg-type]
             extras=_tensors(content.array_records["extras"]),
             scores=decode_scores(content) if "scores" in content else None,
-            costs=dict(_costs(numbers)),
+            costs={
+                name.removeprefix("cost."): float(value)  # type: ignore[arg-type]
+                for name, value in numbers.items()
+                if name.startswith("cost.")
+            },
         )
-    except KeyError as error:
-        raise ShapeError(f"update: {error} is missing") from None
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ShapeError(f"update: not readable ({error})") from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ShapeError(f"update: missing or not readable: {error}") from None
 
 
 def encode_scores(scores: Scores) -> RecordDict:
@@ -272,12 +269,6 @@ def decode_scores(content: RecordDict, shape: tuple[int, int] | None = None) -> 
 def wire_bytes(content: RecordDict) -> int:
     """Return the bytes of ``content`` serialised as Flower's protobuf message."""
     return int(recorddict_to_proto(content).ByteSize())
-
-
-def _costs(numbers: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    for name, value in numbers.items():
-        if name.startswith("cost."):
-            yield name.removeprefix("cost."), float(value)  # type: ignore[arg-type]
 
 
 def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
