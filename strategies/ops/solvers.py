@@ -9,7 +9,7 @@ import numpy as np
 from strategies.errors import ShapeError
 from strategies.ops.plans import Floats, Plan
 
-__all__ = ["balanced", "cover", "emd", "sinkhorn", "solve"]
+__all__ = ["balanced", "cover", "emd", "prices", "sinkhorn", "solve"]
 
 # Annealing of the prices: temperatures relative to the mean gap, and rounds at each.
 TEMPERATURES, ROUNDS = (0.2, 0.05, 0.012, 0.003), 6
@@ -43,8 +43,9 @@ def balanced(cost: Floats) -> Plan:
     if n < m:
         return balanced(np.ascontiguousarray(cost.T)).reverse()
     low, high = n // m, -(-n // m)
-    price = _prices(cost, low, high)
-    # Rows that stand for no channel fill the last copies, which are optional: discounts only.
+    price = prices(cost, low, high)
+    # Rows that stand for no channel fill the last copies. Those may remain without a channel, so
+    # none of them is worth paying for.
     square = np.empty((m * high, m * high))
     for copy in range(high):
         paid = price if copy < low else np.minimum(price, 0.0)
@@ -55,12 +56,24 @@ def balanced(cost: Floats) -> Plan:
     return Plan(np.arange(n), column[:n] % m, np.ones(n), (n, m))
 
 
-def _prices(cost: Floats, low: int, high: int) -> Floats:
-    """Guess what an optimal assignment pays for each column, (m,), by entropic transport.
+def prices(cost: Floats, low: int, high: int) -> Floats:
+    """Guess what each column is worth in an optimal assignment, its dual, by entropic transport.
 
-    Scaling of ``exp((price - cost) / temperature)`` until rows sum to 1 and columns to something
-    between ``low`` and ``high``, where a column strictly between has price 0. Nothing depends on
-    the guess being good except time; rounding lets equal columns keep equal prices.
+    ``exp((price - cost) / temperature)`` is scaled until rows sum to 1 and columns to something
+    between ``low`` and ``high``, where a column strictly between has price 0, one that is sought
+    too much a negative and one that is not wanted a positive price. Nothing depends on the guess
+    being good except time; rounding lets equal columns keep equal prices.
+
+    Parameters
+    ----------
+    cost : (n, m) float64
+    low, high : int
+        How often a column must and may be used.
+
+    Returns
+    -------
+    (m,) float64 array
+        To be subtracted from the columns.
     """
     gap = (cost - cost.min(1, keepdims=True)).astype(np.float32)
     price, mean = np.zeros(cost.shape[1], np.float32), float(gap.mean()) or 1.0

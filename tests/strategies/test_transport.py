@@ -17,7 +17,7 @@ from strategies.errors import ShapeError
 from strategies.ops.average import weighted_mean
 from strategies.ops.plans import Plan
 from strategies.ops.rows import distances, sketch
-from strategies.ops.solvers import balanced, cover, emd, sinkhorn, solve
+from strategies.ops.solvers import balanced, cover, emd, prices, sinkhorn, solve
 from strategies.ops.transport import (
     TransportOptions,
     align,
@@ -446,14 +446,21 @@ def test_distinct_rows_sees_copies_and_only_those():
     assert distinct_rows(doubled, cmap)["layer1.0.conv1"] == small.groups["layer1.0.conv1"] + 1
 
 
-def test_biases_and_norms_tell_channels_apart_unless_switched_off():
-    state, _, cmap, _ = pair("cnn", 0.5)
-    for name in ("0.weight", "0.bias"):
-        state[name][:] = state[name][:1]
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [("cnn", "0.weight"), ("cnn", "0.bias"), ("cnn", "1.weight"), ("cnn", "1.bias"),
+     ("mobilenetv2", "features.0.0.weight"), ("mobilenetv2", "features.1.conv.0.0.weight")],
+)  # fmt: skip
+def test_weights_depthwise_weights_biases_and_norms_each_tell_channels_apart(name, only):
+    state, _, cmap, _ = pair(name, 0.5)
+    for key, axes in cmap.axes.items():  # of the first group, everything else is the same
+        if axes and axes[0] and key != only and (axes[0].group == 0).all():
+            state[key][:] = state[key][:1].clone()
     mixed = redraw(state, cmap, cmap, shuffles(cmap, 4))
     assert same(align(mixed, state, cmap, cmap), state)
-    blind = plan_groups(mixed, state, cmap, cmap, TransportOptions(bn_in_cost=False))
-    assert blind["0"].target.tolist() == list(range(8))  # nothing to see: first to first
+    if only in ("0.bias", "1.weight", "1.bias"):
+        blind = plan_groups(mixed, state, cmap, cmap, TransportOptions(bn_in_cost=False))
+        assert blind["0"].target.tolist() == list(range(8))  # nothing to see: first to first
 
 
 # Plans and solvers
@@ -576,6 +583,19 @@ def test_balanced_stays_optimal_where_prices_are_guessed_badly(kind, n, m):
     rows, columns = linear_sum_assignment(copies)
     expected = cost[rows, columns % m].mean()
     assert abs(total(balanced(cost), cost) - expected) <= 1e-9 * max(1.0, cost.max())
+
+
+@pytest.mark.parametrize(("n", "m"), [(96, 32), (96, 64), (80, 80)])
+def test_prices_spread_the_sources_almost_as_wanted(n, m):
+    # They change no optimum, only the time: rows should want columns as often as these are free.
+    rows = np.random.default_rng(2).normal(size=(n + m, 9))
+    cost = ((rows[:n, None] - rows[None, n:]) ** 2).sum(-1)
+
+    def excess(cost):
+        wanted = np.bincount(cost.argmin(1), minlength=m)
+        return np.maximum(wanted - -(-n // m), 0).sum() + np.maximum(n // m - wanted, 0).sum()
+
+    assert excess(cost - prices(cost, n // m, -(-n // m))) < excess(cost) / 2
 
 
 def test_equal_channels_are_matched_in_order():
