@@ -139,13 +139,16 @@ def move_axis(
 
 
 def _plain(axis: Axis) -> bool:
-    """Tell whether an axis is one whole group in order, each channel once."""
-    n = len(axis.group)
+    """Tell whether an axis is one group in order, each channel once.
+
+    A group is on an axis with all its channels, so a second one would begin at 0 again, and what
+    stays has channel 0 too.
+    """
+    n = len(axis.channel)
     return bool(
         axis.channel[-1] == n - 1
-        and (axis.group == axis.group[0]).all()
-        and (axis.channel == np.arange(n)).all()
         and axis.group[0] != FIXED
+        and (axis.channel == np.arange(n)).all()
     )
 
 

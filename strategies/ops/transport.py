@@ -269,12 +269,12 @@ def _check(state: State, cmap: ChannelMap, whose: str) -> None:
             f"{whose}: {odd[:3]} are in the network or in its map only; pass its own map"
         )
     for name, axes in cmap.axes.items():
-        shape = tuple(state[name].shape)
-        want = tuple(n if a is None else len(a.group) for n, a in zip(shape, axes, strict=True))
-        if shape != want:
+        shape = state[name].shape
+        if any(axis and len(axis.group) != n for n, axis in zip(shape, axes, strict=True)):
+            want = [n if axis is None else len(axis.group) for n, axis in zip(shape, axes)]
             raise ShapeError(
-                f"{whose}: {name} has shape {shape}, its map says {want}; restrict the dense map "
-                "to the channels that this network was cut to"
+                f"{whose}: {name} has shape {tuple(shape)}, its map says {tuple(want)}; restrict "
+                "the dense map to the channels that this network was cut to"
             )
 
 
