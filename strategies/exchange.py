@@ -94,8 +94,10 @@ class Exchange:
         """
         begin = time.monotonic()
         reasons: dict[int, str] = {}
-        while len(self.clients) < self.federation.clients:
+        while True:
             reasons |= self.greet(grid)
+            if len(self.clients) >= self.federation.clients:
+                return
             waited = time.monotonic() - begin
             hopeless = reasons and not self.clients and min(self._tries.values()) >= TRIES
             if waited > self.federation.wait or hopeless:

@@ -271,7 +271,7 @@ def _check(state: State, cmap: ChannelMap, whose: str) -> None:
     for name, axes in cmap.axes.items():
         shape = state[name].shape
         if any(axis and len(axis.group) != n for n, axis in zip(shape, axes, strict=True)):
-            want = [n if axis is None else len(axis.group) for n, axis in zip(shape, axes)]
+            want = [len(a.group) if a else n for n, a in zip(shape, axes, strict=True)]
             raise ShapeError(
                 f"{whose}: {name} has shape {tuple(shape)}, its map says {tuple(want)}; restrict "
                 "the dense map to the channels that this network was cut to"
