@@ -137,16 +137,16 @@ def _section(section: str, options: type[Any], run_config: Mapping[str, Any]) ->
     try:
         check_options(made := options(**values))
     except ValueError as error:
-        raise ConfigError(f'{section}.{error}; set it with -c "{section}.…=…"') from None
+        raise ConfigError(f"{section}.{error}") from None
     return made
 
 
 def _check_name(key: str, name: str, table: Iterable[str]) -> None:
     if name not in table:
         known = ", ".join(sorted(table))
-        raise ConfigError(f"{key} = {name!r}: unknown{_nearest(name, table)}; known: {known}")
+        raise ConfigError(f"{key} = {name!r}: unknown{_nearest(name, table)} Known: {known}")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return f", did you mean {close[0]!r}?" if close else "."
