@@ -18,6 +18,8 @@ from fedsparse_app.launch import Request, launch
 from fedsparse_app.run_folder import read_run
 from task.errors import DataError
 
+pytestmark = pytest.mark.app
+
 # Small, yet every message kind and array of FEDFIP is in it.
 OPTIONS = {
     "run.rounds": 2,
@@ -224,7 +226,6 @@ def test_a_network_without_groups_cannot_be_pruned(monkeypatch, tmp_path):
     workload._workload.cache_clear()
 
 
-@pytest.mark.app
 @pytest.mark.parametrize("workers", [1, 2])
 def test_under_ray_the_numbers_are_those_of_one_process(runs, tmp_path, workers):
     config = tuple(f"{key}={value}" for key, value in OPTIONS.items())
