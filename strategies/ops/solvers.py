@@ -77,9 +77,10 @@ def prices(cost: Floats, low: int, high: int) -> Floats:
     """
     gap = (cost - cost.min(1, keepdims=True)).astype(np.float32)
     price, mean = np.zeros(cost.shape[1], np.float32), float(gap.mean()) or 1.0
+    kernel = np.empty_like(gap)
     for temperature in TEMPERATURES:
         scale = temperature * mean
-        kernel = price - gap
+        np.subtract(price, gap, out=kernel)
         kernel -= kernel.max(1, keepdims=True)
         kernel /= scale
         np.exp(kernel, out=kernel)

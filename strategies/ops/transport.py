@@ -45,7 +45,7 @@ class TransportOptions:
     Attributes
     ----------
     solver : 'balanced', 'emd' (the paper's; it mixes channels where no width divides the other),
-        'cover' or 'sinkhorn', see `strategies.ops.plans`
+        'cover' or 'sinkhorn', see `strategies.ops.solvers`
     squared : compare rows by the squared Euclidean distance, not by the distance
     sweeps : passes over the groups
     bn_in_cost : let biases and the affine part of norms count as coordinates of a row
