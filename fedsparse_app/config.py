@@ -3,7 +3,6 @@
 ``[tool.flwr.app.config]`` in pyproject.toml lists every option with its default and a comment.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from fedsparse_app.overrides import Scalar
 from strategies import STRATEGIES, FederationOptions
 from task.data import DATASETS
 from task.data.partition import PartitionOptions
+from task.errors import did_you_mean
 from task.models import MODELS
 from task.options import Interval, check_options, field_types
 from task.train import TrainingOptions
@@ -113,7 +113,7 @@ def read(run_config: Mapping[str, Any]) -> Config:
     }
     for key in run_config:
         if key not in known:
-            raise ConfigError(f"{key}: unknown option{_nearest(key, known)}")
+            raise ConfigError(f"{key}: unknown option{did_you_mean(key, known, cutoff=0.4) or '.'}")
     read_section = {
         section: _section(section, options, run_config) for section, options in SECTIONS.items()
     }
@@ -143,10 +143,5 @@ def _section(section: str, options: type[Any], run_config: Mapping[str, Any]) ->
 
 def _check_name(key: str, name: str, table: Iterable[str]) -> None:
     if name not in table:
-        known = ", ".join(sorted(table))
-        raise ConfigError(f"{key} = {name!r}: unknown{_nearest(name, table)} Known: {known}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f", did you mean {close[0]!r}?" if close else "."
+        near = did_you_mean(name, table, cutoff=0.4) or "."
+        raise ConfigError(f"{key} = {name!r}: unknown{near} Known: {', '.join(sorted(table))}")

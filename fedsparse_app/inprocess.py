@@ -17,12 +17,13 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedsparse_app.client_app import CLIENT_RAISED
+from fedsparse_app.client_app import app as default_client_app
 from fedsparse_app.config import read
 from fedsparse_app.overrides import Scalar
+from fedsparse_app.server_app import app as default_server_app
 
 __all__ = ["InProcessGrid", "run"]
-
-CLIENT_RAISED = 2
 
 
 class InProcessGrid(Grid):
@@ -131,14 +132,13 @@ def run(
     RuntimeError
         The run failed; the message says why.
     """
-    from fedsparse_app import client_app as client
-    from fedsparse_app import server_app as server
-
     config, run_id = read(overrides), time.time_ns() // 1_000_000
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, 1
-    grid = InProcessGrid(client_app or client.app, config.federation.clients, overrides, run_id)
+    grid = InProcessGrid(
+        client_app or default_client_app, config.federation.clients, overrides, run_id
+    )
     context = Context(run_id, 1, {}, RecordDict(), dict(overrides))
-    (server_app or server.app)(grid, context)
+    (server_app or default_server_app)(grid, context)
     return config.run_folder(run_id)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from flwr.supercore import log
 from safetensors.torch import save
+from torch import nn
 
 from fedsparse_app.checkpoint import save_checkpoint
 from fedsparse_app.config import Config
@@ -58,8 +59,9 @@ class Recorder:
     def __call__(self, round: Round) -> None:
         """Write down ``round``."""
         kept = self.strategy.global_kept()
-        scores = self._global_scores(round, kept)
-        row = self._row(round, kept, scores)
+        state = extract(self.strategy.state, self.work.channels, kept)
+        network = slice_module(self.work.model, self.work.channels, kept, state)
+        row = self._row(round, kept, network, self._global_scores(round, network))
         now = time.monotonic()
         self._append("metrics.jsonl", row)
         self._append("timing.jsonl", _timing(round, now - self.last))
@@ -86,19 +88,17 @@ class Recorder:
         data = save({name: t.contiguous() for name, t in state.items()}, metadata)
         write_atomically(self.folder / "model.safetensors", data)
 
-    def _global_scores(self, round: Round, kept: Kept) -> Scores | None:
+    def _global_scores(self, round: Round, network: nn.Module) -> Scores | None:
         if self.config.federation.evaluate_on == "clients":
             return round.scores
         if not (round.number == 0 or self.strategy.evaluates(round.number)):
             return None
-        state = extract(self.strategy.state, self.work.channels, kept)
-        network = slice_module(self.work.model, self.work.channels, kept, state)
         return evaluate(network, self.work.data.test, *self.work.score_shape)
 
-    def _row(self, round: Round, kept: Kept, scores: Scores | None) -> dict[str, Any]:
-        channels = self.work.channels
-        network = slice_module(self.work.model, channels, kept)
-        costs = self.work.costs(network)
+    def _row(
+        self, round: Round, kept: Kept, network: nn.Module, scores: Scores | None
+    ) -> dict[str, Any]:
+        channels, costs = self.work.channels, self.work.costs(network)
         samples = sum(u.samples for u in round.updates)
         bytes_up = sum(round.bytes_up.get(u.client, 0) for u in round.updates)
         if round.merged:

@@ -9,6 +9,7 @@ import torch
 from strategies.errors import ShapeError
 from strategies.records import Hello, Job, Update
 from task.channels import ChannelMap, Kept, State
+from task.submodel import lengths
 from task.train import Scores
 
 __all__ = ["Round", "check_update", "expected_shapes"]
@@ -55,14 +56,8 @@ class Round:
 
 def expected_shapes(state: State, channels: ChannelMap, kept: Kept) -> dict[str, tuple[int, ...]]:
     """Return the shape each tensor of ``state`` has when cut down to ``kept``."""
-    shapes = {}
-    for name, tensor in state.items():
-        index = channels.index(name, kept)
-        shapes[name] = tuple(
-            full if rows is None else len(rows)
-            for full, rows in zip(tensor.shape, index, strict=True)
-        )
-    return shapes
+    mask = channels.mask(kept)
+    return {name: lengths(t.shape, channels.stay(name, mask)) for name, t in state.items()}
 
 
 def check_update(

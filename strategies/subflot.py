@@ -118,6 +118,7 @@ class SubFLOT(SubmodelStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.transport = self.options.transport()
+        self.local = norm_tensors(self.channels) if self.options.bn_local else frozenset()
         self._plans: dict[str, dict[str, Plan]] = {}  # global -> submodel, of this round
 
     def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
@@ -141,7 +142,7 @@ class SubFLOT(SubmodelStrategy):
 
     def uploads(self, tensor: str) -> bool:
         """Leave out BatchNorm where it stays with the client."""
-        return not (self.options.bn_local and is_norm(self.channels, tensor))
+        return tensor not in self.local
 
     def removed(self, client: str, round: int) -> float:
         """Return rho of a client: what its device says, else drawn from ``rates``."""
@@ -190,10 +191,8 @@ class SubFLOT(SubmodelStrategy):
         """Return the mean of the uploads in the channels of the global network."""
 
         def widened(update: Update) -> State:
-            state, narrow = (
-                self._complete(update, rho[update.client]),
-                self.channels.restrict(self._kept(rho[update.client])),
-            )
+            state = self._complete(update, rho[update.client])
+            narrow = self.channels.restrict(self._kept(rho[update.client]))
             if self.options.ota_plan == "reuse" and update.client in self._plans:
                 return apply(state, narrow, transpose(self._plans[update.client]), self.channels)
             return align(state, self.state, narrow, self.channels, self.transport)
@@ -233,8 +232,8 @@ class SubFLOTClient(ClientHalf):
         trained = self.fit(model, job, pull if strength else None)
         state = cpu_state(model)
         if self.options.bn_local:
-            norms = {n: t for n, t in state.items() if is_norm(self.me.channels, n)}
-            self.me.memory.save(job.round, norms)
+            norms = norm_tensors(self.me.channels)
+            self.me.memory.save(job.round, {n: t for n, t in state.items() if n in norms})
             state = {n: t for n, t in state.items() if n not in norms}
         return self.update(job, model, trained, begin, state=state)
 
@@ -261,15 +260,15 @@ def mix(new: State, old: State, alpha: float) -> State:
     }
 
 
-def is_norm(channels: ChannelMap, tensor: str) -> bool:
-    """Whether ``tensor`` belongs to a norm: its affine part, its statistics, its counter."""
-    layer = tensor.rpartition(".")[0]
-    return any(
-        axis is not None and axis.role == "norm"
+def norm_tensors(channels: ChannelMap) -> frozenset[str]:
+    """Return the tensors of norms: affine parts, statistics, counters."""
+    layer = {name: name.rpartition(".")[0] for name in channels.axes}
+    norms = {
+        layer[name]
         for name, axes in channels.axes.items()
-        if name.rpartition(".")[0] == layer
-        for axis in axes
-    )
+        if any(axis is not None and axis.role == "norm" for axis in axes)
+    }
+    return frozenset(name for name in channels.axes if layer[name] in norms)
 
 
 def in_threads(work: Callable[[In], Out], items: Iterable[In]) -> list[Out]:

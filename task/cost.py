@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from task.channels import Axis, ChannelMap
+from task.modes import evaluation_mode
 
 __all__ = ["flops", "mask_counted_parameters", "parameters", "state_bytes"]
 
@@ -51,18 +52,12 @@ def flops(module: nn.Module, example: Tensor) -> tuple[int, int]:
         custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward_flops},
     )
     learned = [p for p in module.parameters() if p.requires_grad]
-    training = {name: part.training for name, part in module.named_modules()}
-    module.eval()
-    try:
-        with torch.enable_grad(), counter:
-            output = module(example[:1])
-            forward = int(counter.get_total_flops())
-            if learned and output.requires_grad:
-                torch.autograd.grad(output.sum(), learned, allow_unused=True)
-            return forward, int(counter.get_total_flops())
-    finally:
-        for name, part in module.named_modules():
-            part.training = training[name]
+    with evaluation_mode(module), torch.enable_grad(), counter:
+        output = module(example[:1])
+        forward = int(counter.get_total_flops())
+        if learned and output.requires_grad:
+            torch.autograd.grad(output.sum(), learned, allow_unused=True)
+        return forward, int(counter.get_total_flops())
 
 
 def mask_counted_parameters(cmap: ChannelMap, module: nn.Module, keep: float) -> int:

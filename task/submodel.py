@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from task.channels import ChannelMap, Ints, Kept, State
 from task.errors import DataError
 from task.skeleton import copy_around, correct
 
-__all__ = ["extract", "scatter", "slice_module", "zero_masked"]
+__all__ = ["block", "extract", "lengths", "scatter", "slice_module", "zero_masked"]
 
 Coordinates = tuple[Ints | None, ...]
 
@@ -70,23 +71,29 @@ def scatter(sub: State, cmap: ChannelMap, kept: Kept, into: State) -> None:
         if name not in into:
             raise DataError(f"{name} is not in the state to write into; give the full state")
         target = into[name].detach()
-        shape = _lengths(target, coordinates)
+        shape = lengths(target.shape, coordinates)
         if tuple(tensor.shape) != shape:
             raise DataError(
                 f"{name} has shape {tuple(tensor.shape)}; cut to these channels it must be "
                 f"{shape}: give scatter the kept channels the submodel was made with"
             )
-        target[_mesh(target, coordinates)] = tensor.detach().to(target)
+        target[block(target.shape, coordinates, target.device)] = tensor.detach().to(target)
 
 
-def _lengths(tensor: Tensor, coordinates: Coordinates) -> tuple[int, ...]:
-    """Shape of a tensor cut to these coordinates."""
-    sizes = zip(coordinates, tensor.shape, strict=True)
+def lengths(shape: Sequence[int], coordinates: Coordinates) -> tuple[int, ...]:
+    """Return the shape of a tensor cut to ``coordinates``, one per axis, None = the whole axis."""
+    sizes = zip(coordinates, shape, strict=True)
     return tuple(n if index is None else len(index) for index, n in sizes)
 
 
-def _mesh(tensor: Tensor, coordinates: Coordinates) -> Any:
-    """Index of a block of entries; axes in front of the last one that is cut are all spelt out."""
+def block(
+    shape: Sequence[int], coordinates: Coordinates, device: torch.device | None = None
+) -> Any:
+    """Return the index of a block of entries of a tensor of ``shape``; ``...`` if it is all of it.
+
+    Axes in front of the last one that is cut are all spelt out: index arrays must be neighbours,
+    else indexing moves their axes to the front.
+    """
     cut = [d for d, index in enumerate(coordinates) if index is not None]
     if not cut:
         return ...
@@ -94,8 +101,8 @@ def _mesh(tensor: Tensor, coordinates: Coordinates) -> Any:
     rows = []
     for d in range(depth):
         index = coordinates[d]
-        row = torch.arange(tensor.shape[d]) if index is None else torch.from_numpy(index)
-        rows.append(row.to(tensor.device).reshape(-1, *[1] * (depth - 1 - d)))
+        row = torch.arange(shape[d]) if index is None else torch.from_numpy(index)
+        rows.append(row.to(device).reshape(-1, *[1] * (depth - 1 - d)))
     return tuple(rows)
 
 
@@ -166,7 +173,7 @@ def slice_module(
         if state is None:
             small = _cut(tensor, coordinates)
         else:
-            small = _given(state, name, _lengths(tensor, coordinates)).to(tensor).clone()
+            small = _given(state, name, lengths(tensor.shape, coordinates)).to(tensor).clone()
         if isinstance(tensor, nn.Parameter):
             small = nn.Parameter(small, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = small

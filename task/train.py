@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from task.data.dataset import Samples
+from task.modes import evaluation_mode
 from task.options import Interval, check_options
 
 __all__ = ["Fit", "Penalty", "Scores", "Step", "TrainingOptions", "evaluate", "fit", "recalibrate"]
@@ -182,19 +183,17 @@ class Scores:
 def evaluate(
     model: nn.Module, samples: Samples, domains: int, classes: int, *, batch_size: int = 256
 ) -> Scores:
-    """Score ``model`` in eval mode on ``samples``; its training mode is restored."""
-    training = model.training
-    model.eval()
+    """Score ``model`` in eval mode on ``samples``."""
     correct = torch.zeros(domains * classes, dtype=torch.int64)
     loss = torch.zeros(domains, dtype=torch.float64)
-    for start in range(0, len(samples), batch_size):
-        rows = slice(start, start + batch_size)
-        y, domain = samples.y[rows], samples.domain[rows].cpu()
-        logits = model(samples.inputs(rows))
-        hit = (logits.argmax(1) == y).long().cpu()
-        correct.index_add_(0, domain * classes + y.cpu(), hit)
-        loss.index_add_(0, domain, cross_entropy(logits, y, reduction="none").double().cpu())
-    model.train(training)
+    with evaluation_mode(model):
+        for start in range(0, len(samples), batch_size):
+            rows = slice(start, start + batch_size)
+            y, domain = samples.y[rows], samples.domain[rows].cpu()
+            logits = model(samples.inputs(rows))
+            hit = (logits.argmax(1) == y).long().cpu()
+            correct.index_add_(0, domain * classes + y.cpu(), hit)
+            loss.index_add_(0, domain, cross_entropy(logits, y, reduction="none").double().cpu())
     cells = samples.domain.cpu() * classes + samples.y.cpu()
     total = torch.bincount(cells, minlength=domains * classes)
     return Scores(correct.view(domains, classes), total.view(domains, classes), loss)

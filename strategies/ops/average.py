@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from strategies.errors import ShapeError
 from task.channels import Bools, ChannelMap, Ints, Kept, State
+from task.submodel import block, lengths
 
 __all__ = ["average_overlap", "coverage", "weighted_mean"]
 
 Cut = tuple[Ints | None, ...]
 
 
-def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
+def weighted_mean(states: Iterable[State], weights: Sequence[float]) -> State:
     """Average networks of one shape: ``sum_i (w_i / sum w) * s_i``.
 
     Parameters
     ----------
-    states : sequence of State
-        Same tensors and shapes in each; the sum runs in their order.
+    states : iterable of State
+        Same tensors and shapes in each; the sum runs in their order and needs one at a time.
     weights : sequence of float
         One per state, ``>= 0``, usually sample counts.
 
@@ -37,19 +38,24 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     ShapeError
         No states, unusable weights, or a tensor that is missing or differs in shape.
     """
-    shares = _shares(weights, len(states))
-    _check_same(states)
-    mean: State = {}
-    for name, first in states[0].items():
-        if not first.is_floating_point():
-            mean[name] = largest([state[name] for state in states])
-            continue
-        # One running sum, not a stack: memory stays at one network however many clients reply.
-        total = torch.zeros_like(first, dtype=_sum_dtype(first))
-        for state, share in zip(states, shares, strict=True):
-            total.add_(state[name].to(total.dtype), alpha=share)
-        mean[name] = total.to(first.dtype)
-    return mean
+    shares, number = _shares(weights), -1
+    total: State = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for number, state in enumerate(states):
+        if number == len(shares):
+            break
+        if not total:
+            dtypes = {name: tensor.dtype for name, tensor in state.items()}
+            total = {n: torch.zeros_like(t, dtype=_sum_dtype(t)) for n, t in state.items()}
+        _check_same(number, state, total)
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                total[name].add_(tensor.to(total[name].dtype), alpha=shares[number])
+            else:
+                torch.maximum(total[name], tensor, out=total[name])
+    if number + 1 != len(shares):
+        raise ShapeError(f"{len(shares)} weights, but not as many networks; give one each")
+    return {name: tensor.to(dtypes[name]) for name, tensor in total.items()}
 
 
 def average_overlap(
@@ -83,7 +89,9 @@ def average_overlap(
     ShapeError
         No submodels, unusable weights, or a sliced tensor without the shape of its cut.
     """
-    shares = _shares(weights, len(subs))
+    shares = _shares(weights)
+    if len(shares) != len(subs):
+        raise ShapeError(f"{len(shares)} weights, but {len(subs)} networks; give one each")
     masks = [cmap.mask(kept) for _, kept in subs]
     merged: State = {}
     for name, old in full.items():
@@ -120,29 +128,15 @@ def _overlap(
         [n if cut else 1 for n, cut in zip(old.shape, sliced, strict=True)], dtype=torch.float64
     )
     for sub, cut, share in zip(subs, cuts, shares, strict=True):
-        where = _mesh(cut, old.shape)
-        if where is None:
+        where = block(old.shape, cut)
+        if where is ...:
             total.add_(sub.to(total.dtype), alpha=share)
             held += share
         else:  # indices are unique, so plain += is right, and several times faster than index_put_
             total[where] += sub.to(total.dtype) * share
-            held[_mesh(cut, held.shape)] += share
+            held[block(held.shape, cut)] += share
     mean = total / held.to(total.dtype)
     return torch.where(held > 0, mean, old.to(total.dtype)).to(old.dtype)
-
-
-def _mesh(cut: Cut, shape: Sequence[int]) -> tuple[slice | Tensor, ...] | None:
-    """Turn per-axis coordinates into one advanced index; None = the whole tensor."""
-    axes = [axis for axis, index in enumerate(cut) if index is not None]
-    if not axes:
-        return None
-    where: list[slice | Tensor] = [slice(None)] * axes[0]
-    # Index arrays must be neighbours, else indexing moves their axes to the front.
-    for axis in range(axes[0], axes[-1] + 1):
-        index = cut[axis]
-        chosen = torch.arange(shape[axis]) if index is None else torch.as_tensor(index)
-        where.append(chosen.view(-1, *[1] * (axes[-1] - axis)))
-    return tuple(where)
 
 
 def coverage(
@@ -210,11 +204,9 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _shares(weights: Sequence[float], count: int) -> list[float]:
-    if count == 0:
+def _shares(weights: Sequence[float]) -> list[float]:
+    if not weights:
         raise ShapeError("there are no networks to average; keep the current one instead")
-    if len(weights) != count:
-        raise ShapeError(f"{count} networks came with {len(weights)} weights; give one each")
     bad = [w for w in weights if not (math.isfinite(w) and w >= 0)]
     total = math.fsum(weights) if not bad else 0.0
     if bad or total <= 0:
@@ -224,18 +216,15 @@ def _shares(weights: Sequence[float], count: int) -> list[float]:
     return [w / total for w in weights]
 
 
-def _check_same(states: Sequence[State]) -> None:
-    first = states[0]
-    for number, state in enumerate(states):
-        odd = set(first) ^ set(state)
-        if odd:
-            raise ShapeError(f"network {number}: {sorted(odd)} exists in it or in network 0 only")
-        for name, tensor in first.items():
-            if state[name].shape != tensor.shape:
-                raise ShapeError(
-                    f"network {number}, {name}: shape {tuple(state[name].shape)}, network 0 has "
-                    f"{tuple(tensor.shape)}; networks of different widths need average_overlap"
-                )
+def _check_same(number: int, state: State, first: State) -> None:
+    if odd := set(first) ^ set(state):
+        raise ShapeError(f"network {number}: {sorted(odd)} exists in it or in network 0 only")
+    for name, tensor in first.items():
+        if state[name].shape != tensor.shape:
+            raise ShapeError(
+                f"network {number}, {name}: shape {tuple(state[name].shape)}, network 0 has "
+                f"{tuple(tensor.shape)}; networks of different widths need average_overlap"
+            )
 
 
 def _sliced(sub: State, name: str) -> Tensor:
@@ -245,7 +234,7 @@ def _sliced(sub: State, name: str) -> Tensor:
 
 
 def _check_cut(name: str, number: int, sub: Tensor, old: Tensor, cut: Cut) -> None:
-    want = tuple(n if i is None else len(i) for n, i in zip(old.shape, cut, strict=True))
+    want = lengths(old.shape, cut)
     if tuple(sub.shape) != want:
         raise ShapeError(
             f"submodel {number}, {name}: shape {tuple(sub.shape)}, its kept channels give {want} "

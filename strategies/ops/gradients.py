@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from strategies.errors import ShapeError
 from task.channels import FIXED, ChannelMap, GatePoint
 from task.gates import gated
+from task.modes import evaluation_mode
 
 __all__ = ["Pruning", "evaluating", "first_parameter", "gate_gradients", "prune", "unpruned"]
 
@@ -34,20 +35,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     Inside, BatchNorm works on copies of its statistics, so that a graph built here stays valid when
     a later training step updates them in place.
     """
-    modes = [(module, module.training) for module in model.modules()]
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     statistics = [(m, name, b) for m in norms for name, b in m.named_buffers(recurse=False)]
     try:
-        model.eval()
         for norm, name, buffer in statistics:
             setattr(norm, name, buffer.clone())
-        with torch.autocast(first_parameter(model).device.type, enabled=False):
+        device = first_parameter(model).device.type
+        with evaluation_mode(model), torch.autocast(device, enabled=False):
             yield
     finally:
         for norm, name, buffer in statistics:
             setattr(norm, name, buffer)
-        for module, training in modes:
-            module.training = training
 
 
 def first_parameter(model: nn.Module) -> Tensor:

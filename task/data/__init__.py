@@ -1,12 +1,11 @@
 """Data sets by name; one file each, one line in the table."""
 
-import difflib
 import functools
 from collections.abc import Callable
 
 from task.data import digits
 from task.data.dataset import DataSet, Samples
-from task.errors import DataError
+from task.errors import DataError, did_you_mean
 
 __all__ = ["DATASETS", "DataSet", "Samples", "load"]
 
@@ -26,7 +25,6 @@ def load(name: str) -> DataSet:
         If the table has no such name.
     """
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, DATASETS)
         raise DataError(f"unknown data set {name!r}{hint}; known: {', '.join(DATASETS)}")
     return DATASETS[name]()

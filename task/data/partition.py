@@ -6,7 +6,6 @@ are cached: a worker need not import flwr-datasets, which takes seconds.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from task.data import cache, domains, partitioners
 from task.data.dataset import Samples
 from task.data.split import generator, stratified
-from task.errors import DataError
+from task.errors import DataError, did_you_mean
 from task.options import Interval, check_options
 
 if TYPE_CHECKING:
@@ -54,6 +53,9 @@ class PartitionOptions:
         Of ``pathological``: classes that each client holds.
     test_fraction : float in (0, 1)
         Of a client's samples, kept for its own test.
+    validation_fraction : float in [0, 1)
+        Of the other samples; where it is not 0 these are scored, and the test samples wait
+        untouched until the options have been chosen.
     min_samples : int, >= 2
         Least samples of a client; of ``multi-domain`` and ``one-domain``: of each domain it holds.
     seed : int, >= 0
@@ -65,14 +67,14 @@ class PartitionOptions:
     alpha: Annotated[float, Interval(0, open_low=True, open_high=True)] = 0.5
     classes_per_client: Annotated[int, Interval(1)] = 2
     test_fraction: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 0.2
+    validation_fraction: Annotated[float, Interval(0, 1, open_high=True)] = 0.0
     min_samples: Annotated[int, Interval(2)] = 8
     seed: Annotated[int, Interval(0)] = 1
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.kind not in PARTITIONS:
-            near = difflib.get_close_matches(self.kind, PARTITIONS, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(self.kind, PARTITIONS)
             raise DataError(f"kind = {self.kind!r}: unknown{hint}; known: {', '.join(PARTITIONS)}")
 
 
@@ -200,12 +202,18 @@ def local_split(
     Returns
     -------
     train, test : sorted int64
-        Indices into ``samples``, together ``index``.
+        Indices into ``samples``, together ``index``; with a ``validation_fraction`` both are of
+        the training samples.
     """
     rng = generator(options.seed, "local test", client)
     y, domain = samples.y.numpy()[index], samples.domain.numpy()[index]
     test = stratified(domain, y, options.test_fraction, rng)
-    return index[~test], index[test]
+    if not options.validation_fraction:
+        return index[~test], index[test]
+    index, y, domain = index[~test], y[~test], domain[~test]
+    rng = generator(options.seed, "local validation", client)
+    scored = stratified(domain, y, options.validation_fraction, rng)
+    return index[~scored], index[scored]
 
 
 def counts(

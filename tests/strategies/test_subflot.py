@@ -5,7 +5,7 @@ import torch
 from strategies import FederationOptions
 from strategies.ops.average import average_overlap, weighted_mean
 from strategies.ops.transport import TransportOptions, align
-from strategies.subflot import SubFLOTOptions, is_norm
+from strategies.subflot import SubFLOTOptions, norm_tensors
 from task.submodel import extract
 from task.train import TrainingOptions
 from tests.strategies.federation import Federation
@@ -309,7 +309,7 @@ def test_a_client_that_was_away_gets_its_own_history():
 def test_local_batch_norm_never_leaves_the_client_and_comes_back_to_it():
     run = Federation("subflot", rates="0.5", bn_local=True)
     run.run(rounds=3)
-    norms = {n for n in run.model.state_dict() if is_norm(run.channels, n)}
+    norms = norm_tensors(run.channels)
     assert norms == {n for n in run.model.state_dict() if n.startswith(("1.", "4."))}
     for update in run.rounds[3].updates:
         assert not norms & update.state.keys()

@@ -386,3 +386,13 @@ def test_counts_name_the_domains_held_and_list_every_class():
     assert row["domains"] == {"a": 4, "c": 2}
     assert row["classes"] == [held_classes(samples, index).get(c, 0) for c in range(3)]
     assert json.loads(json.dumps(row)) == row
+
+
+def test_a_validation_share_is_taken_from_the_training_samples_alone():
+    samples, index = make([40, 30]), np.arange(70)
+    train, test = local_split(samples, index, PartitionOptions(), 3)
+    rest, scored = local_split(samples, index, PartitionOptions(validation_fraction=0.25), 3)
+    assert not np.intersect1d(scored, test).size
+    assert not np.intersect1d(rest, test).size
+    assert sorted([*rest, *scored]) == train.tolist()
+    assert len(scored) == round(0.25 * len(train))
