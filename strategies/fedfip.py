@@ -47,7 +47,7 @@ from strategies.ops.contrastive import (
     signature,
     structural_loss,
 )
-from strategies.ops.fisher import federate, gate_fisher, pool, renew, weight_fisher
+from strategies.ops.fisher import cap_per_domain, federate, gate_fisher, pool, renew, weight_fisher
 from strategies.ops.select import jaccard, reactivate, tied, top_channels
 from strategies.records import Hello, Job, Update
 from strategies.signatures import (
@@ -61,7 +61,6 @@ from strategies.signatures import (
     write_signatures,
 )
 from task.channels import Kept, State
-from task.data.dataset import Samples
 from task.options import Interval, check_options
 from task.submodel import extract, scatter
 from task.train import Step
@@ -400,10 +399,3 @@ class Contrast:
 def refreshes(job: Job) -> bool:
     """Whether ``job`` brings the dense weights for the Fisher of pruned channels."""
     return bool(job.extras["refresh"])
-
-
-def cap_per_domain(samples: Samples, most: int, draw: torch.Generator) -> Samples:
-    """Return at most ``most`` samples of each domain, drawn without replacement."""
-    own = [samples.rows(k) for k in samples.counts()]
-    drawn = [rows[torch.randperm(len(rows), generator=draw)[:most]] for rows in own]
-    return samples.take(torch.cat(drawn).numpy())

@@ -22,18 +22,21 @@ Differences from the paper
 """
 
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.base import SubmodelStrategy
+from strategies.errors import ShapeError
+from strategies.histories import History, read_history, write_history
 from strategies.local import ClientHalf, cpu_state
-from strategies.ops.average import average_overlap, weighted_mean
+from strategies.ops.average import average_overlap, mix, weighted_mean
+from strategies.ops.fisher import cap_per_domain, gate_fisher, pool
 from strategies.ops.plans import Plan
+from strategies.ops.rows import check_comparable, hand_on, norm_tensors
 from strategies.ops.transport import (
     TransportOptions,
     align,
@@ -43,16 +46,15 @@ from strategies.ops.transport import (
     transpose,
 )
 from strategies.records import Hello, Job, Update
-from task.channels import ChannelMap, Kept, State
+from strategies.signatures import check_fisher
+from strategies.threads import in_threads
+from task.channels import Kept, State
 from task.options import Interval, check_options
 from task.seeding import generator
 from task.submodel import extract
 from task.train import Scores, Step, recalibrate
 
 __all__ = ["SubFLOT", "SubFLOTClient", "SubFLOTOptions"]
-
-In = TypeVar("In")
-Out = TypeVar("Out")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class SubFLOTOptions:
     bn_in_cost: bool = True
     bn_local: bool = False
     sketch: Annotated[int, Interval(0)] = 0
+    reg: Annotated[float, Interval(0, open_low=True)] = 0.01
+    importance: Literal["none", "cost", "marginals"] = "none"
+    fisher_samples: Annotated[int, Interval(1)] = 256
     history_dtype: Literal["fp32", "fp16"] = "fp32"
     history_max_age: Annotated[int, Interval(0)] = 0
     otp: bool = True
@@ -80,15 +85,15 @@ class SubFLOTOptions:
     def __post_init__(self) -> None:
         check_options(self)
         self.removed()
+        self.transport()
+        if self.importance != "none" and not self.ota:
+            raise ValueError(
+                f"importance = {self.importance!r}: the global channels get theirs along the plans "
+                "of the aggregation; use it with ota = true"
+            )
 
     def removed(self) -> list[float]:
-        """Return the rates rho.
-
-        Raises
-        ------
-        ValueError
-            ``rates`` is no list of fractions below 1.
-        """
+        """Return the rates rho; refuse what is no list of fractions below 1."""
         try:
             rates = [float(part) for part in self.rates.split(",")]
         except ValueError:
@@ -107,6 +112,8 @@ class SubFLOTOptions:
             sweeps=self.sweeps,
             bn_in_cost=self.bn_in_cost and not self.bn_local,
             sketch=self.sketch,
+            reg=self.reg,
+            importance=self.importance,
         )
 
 
@@ -119,12 +126,14 @@ class SubFLOT(SubmodelStrategy):
         super().__init__(*args, **kwargs)
         self.transport = self.options.transport()
         self.local = norm_tensors(self.channels) if self.options.bn_local else frozenset()
+        self.importance: Tensor | None = None  # of the global channels
         self._plans: dict[str, dict[str, Plan]] = {}  # global -> submodel, of this round
 
     def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Cut a submodel for every client (OTP)."""
         self._plans = {}
-        return {j.client: j for j in in_threads(lambda client: self._job(client, round), clients)}
+        jobs = in_threads(lambda client: self._job(client, round), clients)
+        return {job.client: job for job in jobs}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Align every upload with the global network and average (OTA); keep the histories."""
@@ -144,6 +153,22 @@ class SubFLOT(SubmodelStrategy):
         """Leave out BatchNorm where it stays with the client."""
         return tensor not in self.local
 
+    def validate(self, job: Job, update: Update) -> None:
+        """Refuse weights whose distances overflow, and a Fisher vector that is none."""
+        check_comparable(update.state)
+        if self.options.importance != "none":
+            check_fisher(update.extras, sum(len(index) for index in job.kept.values()))
+            if update.extras["fisher"].isnan().any():
+                raise ShapeError("fisher: NaN; every channel of a submodel is measured")
+
+    def memory(self) -> dict[str, Tensor]:
+        """Return the importance of the global channels; histories are in the clients' stores."""
+        return {} if self.importance is None else {"importance": self.importance}
+
+    def recall(self, memory: dict[str, Tensor]) -> None:
+        """Take up ``memory``."""
+        self.importance = memory.get("importance")
+
     def removed(self, client: str, round: int) -> float:
         """Return rho of a client: what its device says, else drawn from ``rates``."""
         said = self.exchange.clients[client].keep
@@ -161,25 +186,28 @@ class SubFLOT(SubmodelStrategy):
         rho = self.removed(client.client, round)
         kept = self._kept(rho)
         state = extract(self.state, self.channels, kept)  # cold start: the leading channels
-        history = self.store(client.client).load(round) if self.options.otp else {}
+        history = read_history(self.store(client.client).load(round)) if self.options.otp else None
         if history:
             state = self._extracted(client.client, history, state, kept, round)
         return Job(client.client, round, kept, state, kept, {"rho": torch.tensor(rho)})
 
     def _extracted(
-        self, client: str, history: dict[str, Tensor], prefix: State, kept: Kept, round: int
+        self, client: str, history: History, prefix: State, kept: Kept, round: int
     ) -> State:
         """Return alpha * align(W, H) + (1 - alpha) * H, at the widths of ``kept``."""
-        narrow, was = self.channels.restrict(kept), self._kept(float(history["rho"]))
+        narrow, was = self.channels.restrict(kept), self._kept(history.rho)
         last = extract(self.state, self.channels, was)
-        last |= {n: history[f"state.{n}"].to(t.dtype) for n, t in last.items() if self.uploads(n)}
+        last |= {n: history.state[n].to(t.dtype) for n, t in last.items() if self.uploads(n)}
         if any(len(was[group]) != len(kept[group]) for group in kept):
             # The capacity has changed: bring the history to the new widths first.
-            last = align(last, prefix, self.channels.restrict(was), narrow, self.transport)
-        plans = plan_groups(self.state, last, self.channels, narrow, self.transport)
+            before = self.channels.restrict(was)
+            last = align(last, prefix, before, narrow, self.transport, history.fisher)
+        plans = plan_groups(
+            self.state, last, self.channels, narrow, self.transport, self.importance
+        )
         self._plans[client] = plans
         aligned = apply(self.state, self.channels, plans, narrow)
-        return mix(aligned, last, self._alpha(round - int(history["round"])))
+        return mix(aligned, last, self._alpha(round - history.round))
 
     def _alpha(self, age: int) -> float:
         """Return alpha; beyond ``history-max-age`` rounds it rises to 1 within as many again."""
@@ -189,28 +217,39 @@ class SubFLOT(SubmodelStrategy):
 
     def _transported(self, updates: list[Update], rho: dict[str, float]) -> State:
         """Return the mean of the uploads in the channels of the global network."""
+        weights, handed = [u.samples for u in updates], []
 
-        def widened(update: Update) -> State:
-            state = self._complete(update, rho[update.client])
-            narrow = self.channels.restrict(self._kept(rho[update.client]))
-            if self.options.ota_plan == "reuse" and update.client in self._plans:
-                return apply(state, narrow, transpose(self._plans[update.client]), self.channels)
-            return align(state, self.state, narrow, self.channels, self.transport)
+        def states() -> Iterator[State]:
+            for state, importance in in_threads(lambda u: self._widened(u, rho[u.client]), updates):
+                handed.append(importance)
+                yield state
 
-        return weighted_mean(in_threads(widened, updates), [u.samples for u in updates])
+        merged = weighted_mean(states(), weights)
+        self.importance = weighted_mean(handed, weights).get("importance")
+        return merged
+
+    def _widened(self, update: Update, rho: float) -> tuple[State, State]:
+        """Return an upload, and the importance it came with, in the global channels."""
+        narrow, state = self.channels.restrict(self._kept(rho)), self._complete(update, rho)
+        fisher = update.extras["fisher"] if self.options.importance != "none" else None
+        if self.options.ota_plan == "reuse" and update.client in self._plans:
+            plans = transpose(self._plans[update.client])
+        elif fisher is not None:
+            plans = plan_groups(state, self.state, narrow, self.channels, self.transport, fisher)
+        else:
+            return align(state, self.state, narrow, self.channels, self.transport), {}
+        known = {} if fisher is None else {"importance": hand_on(fisher, narrow, plans)}
+        return apply(state, narrow, plans, self.channels), known
 
     def _complete(self, update: Update, rho: float) -> State:
         """Return the upload with the server's values for what stays with the client."""
         return extract(self.state, self.channels, self._kept(rho)) | update.state
 
     def _remember(self, round: int, update: Update, rho: float) -> None:
-        half = self.options.history_dtype == "fp16"
-        arrays = {
-            f"state.{name}": tensor.half() if half and tensor.is_floating_point() else tensor
-            for name, tensor in update.state.items()
-        }
-        about = {"rho": torch.tensor(rho, dtype=torch.float64), "round": torch.tensor(round)}
-        self.store(update.client).save(round, arrays | about)
+        fisher = update.extras["fisher"] if self.options.importance != "none" else None
+        history = History(update.state, rho, round, fisher)
+        arrays = write_history(history, half=self.options.history_dtype == "fp16")
+        self.store(update.client).save(round, arrays)
 
 
 class SubFLOTClient(ClientHalf):
@@ -220,10 +259,10 @@ class SubFLOTClient(ClientHalf):
 
     def train(self, job: Job) -> Update:
         """Train under the pull lambda * rho * ||w - anchor||^2."""
-        begin = time.perf_counter()
+        begin, o = time.perf_counter(), self.options
         model = self.me.submodel(job.kept, self._own_norms(job))
         anchor = [p.detach().clone() for p in model.parameters()]
-        strength = self.options.lambda_sar * float(job.extras["rho"]) if self.options.sar else 0.0
+        strength = o.lambda_sar * float(job.extras["rho"]) if o.sar else 0.0
 
         def pull(step: Step) -> Tensor:
             pairs = zip(step.model.parameters(), anchor, strict=True)
@@ -231,17 +270,25 @@ class SubFLOTClient(ClientHalf):
 
         trained = self.fit(model, job, pull if strength else None)
         state = cpu_state(model)
-        if self.options.bn_local:
+        if o.bn_local:
             norms = norm_tensors(self.me.channels)
             self.me.memory.save(job.round, {n: t for n, t in state.items() if n in norms})
             state = {n: t for n, t in state.items() if n not in norms}
-        return self.update(job, model, trained, begin, state=state)
+        extras = {"fisher": self._fisher(job, model)} if o.importance != "none" else {}
+        return self.update(job, model, trained, begin, state=state, extras=extras)
 
     def evaluate(self, job: Job) -> Scores:
         """Score a network that was cut or merged without training: statistics first."""
         model = self.me.submodel(job.kept, job.state)
         recalibrate(model, self.me.train)
         return self.scores(model)
+
+    def _fisher(self, job: Job, model: nn.Module) -> Tensor:
+        """Return the Fisher information of the trained submodel's channels, (k,)."""
+        draw = self.me.generator("fisher samples", job.round)
+        samples = cap_per_domain(self.me.train, self.options.fisher_samples, draw)
+        per_domain = gate_fisher(model, self.me.channels.restrict(job.kept), samples)
+        return pool(per_domain, self.me.train.counts()).float()
 
     def _own_norms(self, job: Job) -> State:
         """Return the job's tensors with the client's own BatchNorm, where it fits the widths."""
@@ -250,28 +297,3 @@ class SubFLOTClient(ClientHalf):
             name: own[name] if name in own and own[name].shape == tensor.shape else tensor
             for name, tensor in job.state.items()
         }
-
-
-def mix(new: State, old: State, alpha: float) -> State:
-    """Return ``alpha * new + (1 - alpha) * old``; counters are the new ones."""
-    return {
-        name: torch.lerp(old[name], tensor, alpha) if tensor.is_floating_point() else tensor
-        for name, tensor in new.items()
-    }
-
-
-def norm_tensors(channels: ChannelMap) -> frozenset[str]:
-    """Return the tensors of norms: affine parts, statistics, counters."""
-    layer = {name: name.rpartition(".")[0] for name in channels.axes}
-    norms = {
-        layer[name]
-        for name, axes in channels.axes.items()
-        if any(axis is not None and axis.role == "norm" for axis in axes)
-    }
-    return frozenset(name for name in channels.axes if layer[name] in norms)
-
-
-def in_threads(work: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
-    """Return ``work`` of every item, in order; POT and torch let other threads run."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(work, items))

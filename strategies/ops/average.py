@@ -12,7 +12,7 @@ from strategies.errors import ShapeError
 from task.channels import Bools, ChannelMap, Ints, Kept, State
 from task.submodel import block, lengths
 
-__all__ = ["average_overlap", "coverage", "weighted_mean"]
+__all__ = ["average_overlap", "coverage", "mix", "weighted_mean"]
 
 Cut = tuple[Ints | None, ...]
 
@@ -104,6 +104,14 @@ def average_overlap(
         else:
             merged[name] = largest([t for t in sub_tensors if t.shape == old.shape] or [old])
     return merged
+
+
+def mix(new: State, old: State, alpha: float) -> State:
+    """Return ``alpha * new + (1 - alpha) * old``; counters are the new ones."""
+    return {
+        name: torch.lerp(old[name], tensor, alpha) if tensor.is_floating_point() else tensor
+        for name, tensor in new.items()
+    }
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:

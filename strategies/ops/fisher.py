@@ -18,7 +18,14 @@ from strategies.ops.gradients import (
 from task.channels import ChannelMap
 from task.data.dataset import Samples
 
-__all__ = ["federate", "gate_fisher", "pool", "renew", "weight_fisher"]
+__all__ = ["cap_per_domain", "federate", "gate_fisher", "pool", "renew", "weight_fisher"]
+
+
+def cap_per_domain(samples: Samples, most: int, draw: torch.Generator) -> Samples:
+    """Return at most ``most`` samples of each domain, drawn without replacement."""
+    own = [samples.rows(k) for k in samples.counts()]
+    drawn = [rows[torch.randperm(len(rows), generator=draw)[:most]] for rows in own]
+    return samples.take(torch.cat(drawn).numpy())
 
 
 def gate_fisher(

@@ -15,10 +15,13 @@ from strategies.ops.plans import Plan
 from task.channels import FIXED, Axis, ChannelMap, Ints, State
 
 __all__ = [
+    "check_comparable",
     "distances",
     "distinct_rows",
     "groups_of",
+    "hand_on",
     "move_axis",
+    "norm_tensors",
     "rows_of",
     "sketch",
     "writers_of",
@@ -27,6 +30,7 @@ __all__ = [
 WEIGHTS, VECTORS = ("out", "depthwise"), ("norm", "bias")
 STATISTICS = ("running_mean", "running_var")
 THIN = 16  # coordinates
+LARGEST = 1e24  # sum of squares of a tensor
 
 
 def groups_of(axis: Axis) -> list[int]:
@@ -138,6 +142,35 @@ def move_axis(
     return moved
 
 
+def hand_on(importance: Tensor, cmap: ChannelMap, plans: Mapping[str, Plan]) -> Tensor:
+    """Move the importance of a source's channels to the target's: none of it is lost.
+
+    Parameters
+    ----------
+    importance : (C_source,) tensor
+    cmap : ChannelMap
+        Of the source.
+    plans : mapping of group to Plan
+
+    Returns
+    -------
+    (C_target,) tensor
+    """
+    parts = cmap.split(importance)
+    return torch.cat([plans[name].move(parts[name], 0, into=True) for name in cmap.groups])
+
+
+def norm_tensors(channels: ChannelMap) -> frozenset[str]:
+    """Return the tensors of norms: affine parts, statistics, counters."""
+    layer = {name: name.rpartition(".")[0] for name in channels.axes}
+    norms = {
+        layer[name]
+        for name, axes in channels.axes.items()
+        if any(axis is not None and axis.role == "norm" for axis in axes)
+    }
+    return frozenset(name for name in channels.axes if layer[name] in norms)
+
+
 def _plain(axis: Axis) -> bool:
     """Tell whether an axis is one group in order, each channel once.
 
@@ -198,6 +231,19 @@ def distances(
     cost.clamp_min_(0)
     found: NDArray[np.float64] = (cost if squared else cost.sqrt_()).double().numpy()
     return found
+
+
+def check_comparable(state: State) -> None:
+    """Refuse weights whose distances would overflow: diverged, one network would cost all plans.
+
+    Raises
+    ------
+    ShapeError
+        The squares of a tensor sum to more than 1e24, or to no number.
+    """
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not float(tensor.double().square().sum()) <= LARGEST:
+            raise ShapeError(f"{name}: squares sum to more than {LARGEST:g}")
 
 
 def sketch(rows: Tensor, size: int, name: str) -> Tensor:

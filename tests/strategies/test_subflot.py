@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
 
 from strategies import FederationOptions
 from strategies.ops.average import average_overlap, weighted_mean
+from strategies.ops.rows import norm_tensors
 from strategies.ops.transport import TransportOptions, align
-from strategies.subflot import SubFLOTOptions, norm_tensors
+from strategies.subflot import SubFLOTOptions
 from task.submodel import extract
 from task.train import TrainingOptions
 from tests.strategies.federation import Federation
@@ -361,3 +363,71 @@ def test_defaults_are_those_of_the_paper():
     assert options.removed() == [0.0, 0.25, 0.5, 0.75]
     assert (options.alpha, options.lambda_sar) == (0.5, 1.0)
     assert np.mean([(1 - r) ** 2 for r in options.removed()]) == pytest.approx(0.469, abs=1e-3)
+
+
+# Importance --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"importance": "cost"}, {"importance": "marginals", "solver": "emd"}]
+)
+def test_importance_is_measured_by_clients_and_handed_on_along_the_plans(options):
+    plain, run = Federation("subflot"), Federation("subflot", **options)
+    for each in (plain, run):
+        each.run(rounds=2)
+    updates = run.rounds[2].updates
+    for update in updates:
+        job = run.rounds[2].jobs[update.client]
+        assert update.extras["fisher"].shape == (sum(len(k) for k in job.kept.values()),)
+    weights = torch.tensor([float(u.samples) for u in updates])
+    handed = torch.stack([u.extras["fisher"].sum() for u in updates])
+    total = (weights * handed).sum() / weights.sum()
+    assert run.server.importance.shape == (run.channels.size,)
+    assert torch.isclose(run.server.importance.sum(), total)
+    assert not close(run.server.state, plain.server.state, 1e-7)
+
+
+def test_importance_survives_in_the_memory_of_the_server():
+    run = Federation("subflot", importance="cost")
+    run.run(rounds=1)
+    kept, run.server.importance = run.server.memory(), None
+    run.server.recall(kept)
+    assert torch.equal(run.server.importance, kept["importance"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"importance": "marginals"}, "hard maps"),
+        ({"importance": "cost", "ota": False}, "ota = true"),
+        ({"reg": 0.0}, "reg"),
+    ],
+)
+def test_options_that_cannot_go_together_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SubFLOTOptions(**options)
+
+
+def test_a_fisher_vector_of_another_length_costs_its_client_alone():
+    def shorter(content):
+        fisher = content.array_records["extras"].to_torch_state_dict()["fisher"]
+        content["extras"] = ArrayRecord({"fisher": fisher[:-1]})
+        return content
+
+    run = Federation("subflot", importance="cost", tamper={"client-00": shorter})
+    run.run(rounds=1)
+    assert "fisher: shape" in run.rounds[1].failures["client-00"]
+    assert len(run.rounds[1].updates) == len(run.rounds[1].jobs) - 1
+
+
+def test_weights_that_have_exploded_cost_their_client_alone():
+    def exploded(content):
+        state = content.array_records["state"].to_torch_state_dict()
+        state["3.weight"] *= 1e25
+        content["state"] = ArrayRecord(state)
+        return content
+
+    run = Federation("subflot", tamper={"client-01": exploded})
+    run.run(rounds=1)
+    assert "3.weight: squares" in run.rounds[1].failures["client-01"]
+    assert all(t.isfinite().all() for t in run.server.state.values())

@@ -1,0 +1,51 @@
+"""What the server of SubFLOT remembers of a client, as arrays for a store."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from task.channels import State
+
+__all__ = ["History", "read_history", "write_history"]
+
+
+@dataclass(frozen=True)
+class History:
+    """The submodel that a client uploaded last.
+
+    Parameters
+    ----------
+    state : State
+        In the client's own channels.
+    rho : float
+        Fraction of the width that was removed.
+    round : int
+        When.
+    fisher : (k,) tensor or None
+        Importance of the client's channels, where the method asks for it.
+    """
+
+    state: State
+    rho: float
+    round: int
+    fisher: Tensor | None = None
+
+
+def write_history(history: History, *, half: bool) -> dict[str, Tensor]:
+    """Return a history as arrays; ``half`` stores the submodel in 16 bits."""
+    arrays = {
+        f"state.{name}": tensor.half() if half and tensor.is_floating_point() else tensor
+        for name, tensor in history.state.items()
+    }
+    arrays["rho"] = torch.tensor(history.rho, dtype=torch.float64)
+    arrays["round"] = torch.tensor(history.round)
+    return arrays if history.fisher is None else arrays | {"fisher": history.fisher}
+
+
+def read_history(arrays: dict[str, Tensor]) -> History | None:
+    """Return the history that was written as ``arrays``; None where there are none."""
+    if not arrays:
+        return None
+    state = {k.removeprefix("state."): v for k, v in arrays.items() if k.startswith("state.")}
+    return History(state, float(arrays["rho"]), int(arrays["round"]), arrays.get("fisher"))
