@@ -17,6 +17,8 @@ Differences from the paper
   The printed formulas use one matrix for both and scale activations wherever widths differ.
 - Plans are integer assignments by default (``solver = "balanced"``); where widths divide each other
   this is the exact solution of the paper's problem. ``solver = "emd"`` is its letter.
+- ``lambda_sar`` is 0.01: with this project's SGD it pulls as hard over a round as the paper's 1.0
+  with its learning rate of 0.001 and no momentum (docs/subflot.md has the arithmetic).
 - Running statistics of BatchNorm are transported, and recomputed on the client's own data before a
   network that was cut or merged without training is scored there.
 """
@@ -64,7 +66,7 @@ class SubFLOTOptions:
     rates: str = "0.0, 0.25, 0.5, 0.75"
     rate_mode: Literal["fixed", "dynamic"] = "fixed"
     alpha: Annotated[float, Interval(0, 1)] = 0.5
-    lambda_sar: Annotated[float, Interval(0, open_high=True)] = 1.0
+    lambda_sar: Annotated[float, Interval(0, open_high=True)] = 0.01
     ota_keep: Annotated[float, Interval(0, 1, open_high=True)] = 0.0
     ota_plan: Literal["solve", "reuse"] = "solve"
     solver: Literal["balanced", "emd", "cover", "sinkhorn"] = "balanced"
