@@ -5,18 +5,20 @@
     evaluate  Job  ->  Scores
 
 Arrays travel as Flower ``ArrayRecord`` (typed buffers, never pickle), numbers as ``MetricRecord``.
+Every reader takes what it gets for hostile: it answers with a ``ShapeError`` or what it promises.
 """
 
 import json
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from torch import Tensor
 
+from strategies.arrays import decode_arrays, decode_bits, encode_arrays, encode_bits
 from strategies.errors import ShapeError
 from task.channels import ChannelMap, Kept, State
 from task.train import Scores
@@ -25,6 +27,7 @@ __all__ = [
     "Hello",
     "Job",
     "Update",
+    "check_client_id",
     "decode_hellos",
     "decode_job",
     "decode_scores",
@@ -33,8 +36,16 @@ __all__ = [
     "encode_job",
     "encode_scores",
     "encode_update",
+    "held_bytes",
     "wire_bytes",
 ]
+
+LONGEST_HELLO = 2**16
+"""Characters of one introduction."""
+MOST_SAMPLES = 10**9
+"""Of one client and domain: sums of counts stay far from overflow."""
+LARGEST = 1e18
+"""Of any value in a reply: squares and sums stay finite; what is larger has diverged."""
 
 
 @dataclass(frozen=True)
@@ -119,33 +130,56 @@ def encode_hellos(hellos: list[Hello]) -> RecordDict:
     return RecordDict({"hello": ConfigRecord({"clients": [json.dumps(asdict(h)) for h in hellos]})})
 
 
-def decode_hellos(content: RecordDict) -> list[Hello]:
-    """Read introductions.
+def decode_hellos(content: RecordDict, most: int) -> list[Hello]:
+    """Read the introductions of at most ``most`` clients.
 
     Raises
     ------
     ShapeError
-        A field is missing or of another type.
+        A field is missing or of another type, a client is there twice, or there are too many.
     """
     try:
         texts = content.config_records["hello"]["clients"]
-        return [_hello(text) for text in texts]  # type: ignore[union-attr]
-    except (KeyError, TypeError, ValueError) as error:
+        if not isinstance(texts, list):
+            raise TypeError(f"clients is a {type(texts).__name__}, not a list")
+        if len(texts) > most:
+            raise ValueError(f"{len(texts)} clients on one node, federation.clients is {most}")
+        hellos = [_hello(text) for text in texts]
+        if len({hello.client for hello in hellos}) < len(hellos):
+            raise ValueError("the same client twice on one node")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ShapeError(
             f"hello: not an introduction ({error}); same version everywhere?"
         ) from None
+    return hellos
 
 
 def _hello(text: object) -> Hello:
-    hello = Hello(**json.loads(str(text)))
-    counts = hello.domains.items() if isinstance(hello.domains, dict) else [(None, None)]
-    if not isinstance(hello.client, str) or not all(
-        isinstance(domain, str) and isinstance(n, int) and n > 0 for domain, n in counts
+    if not isinstance(text, str) or len(text) > LONGEST_HELLO:
+        raise TypeError(f"a client's introduction is a text of at most {LONGEST_HELLO} characters")
+    hello = Hello(**json.loads(text))
+    check_client_id(hello.client)
+    if not isinstance(hello.domains, dict) or not all(
+        type(n) is int and 0 < n <= MOST_SAMPLES for n in hello.domains.values()
     ):
-        raise TypeError(f"client {hello.client!r}, domains {hello.domains!r}")
-    if hello.keep is not None and not 0 < float(hello.keep) <= 1:
+        raise TypeError(f"domains {hello.domains!r} of {hello.client} are not samples per domain")
+    if hello.keep is not None and (
+        type(hello.keep) not in (int, float) or not 0 < hello.keep <= 1
+    ):
         raise ValueError(f"keep {hello.keep!r} of {hello.client} is not in (0, 1]")
     return hello
+
+
+def check_client_id(client: object) -> None:
+    """Refuse what cannot be the name of a client, and of its folder.
+
+    Raises
+    ------
+    ValueError
+        Not up to 64 letters, digits, dots, underscores or hyphens.
+    """
+    if not isinstance(client, str) or not re.fullmatch(r"[\w][\w.-]{0,63}", client):
+        raise ValueError(f"client id {client!r}: use up to 64 letters, digits, '.', '_' or '-'")
 
 
 def encode_job(
@@ -153,30 +187,48 @@ def encode_job(
 ) -> RecordDict:
     """Write a job; ``cache`` lets jobs that share one ``state`` object share its bytes too."""
     if id(job.state) not in cache:
-        cache[id(job.state)] = _arrays(job.state)
-    masks = {"kept": _pack(channels.mask(job.kept))}
+        cache[id(job.state)] = encode_arrays(job.state)
+    masks = {"kept": encode_bits(channels.mask(job.kept))}
     if job.sent is not job.kept:
-        masks["sent"] = _pack(channels.mask(job.sent))
+        masks["sent"] = encode_bits(channels.mask(job.sent))
     head = ConfigRecord({"client": job.client, "round": job.round, "evaluate": job.evaluate})
     content = RecordDict({"job": head, "state": cache[id(job.state)]})
-    content["channels"], content["extras"] = ArrayRecord(masks), _arrays(job.extras)
+    content["channels"], content["extras"] = ArrayRecord(masks), encode_arrays(job.extras)
     return content
 
 
 def decode_job(content: RecordDict, channels: ChannelMap) -> Job:
-    """Read a job on the client."""
-    head, masks = content.config_records["job"], content.array_records["channels"]
-    kept = channels.kept(_unpack(masks["kept"], channels.size))
-    sent = channels.kept(_unpack(masks["sent"], channels.size)) if "sent" in masks else kept
-    return Job(
-        client=str(head["client"]),
-        round=int(head["round"]),  # type: ignore[arg-type]
-        kept=kept,
-        state=_tensors(content.array_records["state"]),
-        sent=sent,
-        extras=_tensors(content.array_records["extras"]),
-        evaluate=bool(head["evaluate"]),
-    )
+    """Read a job on the client.
+
+    Raises
+    ------
+    ShapeError
+        A record is missing or of another type, or the channels are not of this network.
+    """
+    try:
+        head, masks = content.config_records["job"], content.array_records["channels"]
+        kept = _kept("kept", masks["kept"], channels)
+        sent = _kept("sent", masks["sent"], channels) if "sent" in masks else kept
+        client, evaluate = head["client"], head["evaluate"]
+        if not isinstance(client, str) or not isinstance(evaluate, bool):
+            raise TypeError(f"client {client!r}, evaluate {evaluate!r}")
+        return Job(
+            client=client,
+            round=_whole(head, "round"),
+            kept=kept,
+            state=decode_arrays(content.array_records["state"]),
+            sent=sent,
+            extras=decode_arrays(content.array_records["extras"]),
+            evaluate=evaluate,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShapeError(f"job: missing or not readable: {error}") from None
+
+
+def _kept(name: str, bits: Array, channels: ChannelMap) -> Kept:
+    kept = channels.kept(decode_bits(name, bits, channels.size))
+    channels.check(kept)
+    return kept
 
 
 def encode_update(update: Update) -> RecordDict:
@@ -192,8 +244,8 @@ def encode_update(update: Update) -> RecordDict:
         {
             "update": ConfigRecord({"client": update.client}),
             "numbers": MetricRecord(numbers),
-            "state": _arrays(update.state),
-            "extras": _arrays(update.extras),
+            "state": encode_arrays(update.state),
+            "extras": encode_arrays(update.extras),
         }
     )
     if update.scores is not None:
@@ -210,19 +262,23 @@ def decode_update(content: RecordDict) -> Update:
         A record is missing or of another type.
     """
     try:
-        numbers = content.metric_records["numbers"]
+        numbers, client = content.metric_records["numbers"], content.config_records["update"]["client"]
+        if unknown := content.keys() - {"update", "numbers", "state", "extras", "scores"}:
+            raise KeyError(f"unknown record {min(unknown)}")
+        if not isinstance(client, str):
+            raise TypeError(f"client {client!r}")
         return Update(
-            client=str(content.config_records["update"]["client"]),
-            round=int(numbers["round"]),  # type: ignore[arg-type]
-            state=_tensors(content.array_records["state"]),
-            samples=int(numbers["samples"]),  # type: ignore[arg-type]
-            steps=int(numbers["steps"]),  # type: ignore[arg-type]
-            loss=float(numbers["loss"]),  # type: ignore[arg-type]
-            extras=_tensors(content.array_records["extras"]),
+            client=client,
+            round=_whole(numbers, "round"),
+            state=decode_arrays(content.array_records["state"]),
+            samples=_whole(numbers, "samples"),
+            steps=_whole(numbers, "steps"),
+            loss=_number(numbers, "loss"),
+            extras=decode_arrays(content.array_records["extras"]),
             scores=decode_scores(content) if "scores" in content else None,
             costs={
-                name.removeprefix("cost."): float(value)  # type: ignore[arg-type]
-                for name, value in numbers.items()
+                name.removeprefix("cost."): _number(numbers, name)
+                for name in numbers
                 if name.startswith("cost.")
             },
         )
@@ -230,10 +286,24 @@ def decode_update(content: RecordDict) -> Update:
         raise ShapeError(f"update: missing or not readable: {error}") from None
 
 
+def _whole(record: Mapping[str, object], name: str) -> int:
+    value = record[name]
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r}, not a whole number")
+    return value
+
+
+def _number(record: Mapping[str, object], name: str) -> float:
+    value = record[name]
+    if type(value) not in (int, float):
+        raise TypeError(f"{name} is {value!r}, not a number")
+    return float(value)  # type: ignore[arg-type]
+
+
 def encode_scores(scores: Scores) -> RecordDict:
     """Write the sums of an evaluation."""
     arrays = {"correct": scores.correct, "total": scores.total, "loss": scores.loss}
-    return RecordDict({"scores": _arrays(arrays)})
+    return RecordDict({"scores": encode_arrays(arrays)})
 
 
 def decode_scores(content: RecordDict, shape: tuple[int, int] | None = None) -> Scores:
@@ -245,7 +315,7 @@ def decode_scores(content: RecordDict, shape: tuple[int, int] | None = None) -> 
         They are missing or cannot be counts.
     """
     try:
-        scores = Scores(**_tensors(content.array_records["scores"]))
+        scores = Scores(**decode_arrays(content.array_records["scores"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ShapeError(f"scores: not readable ({error})") from None
     counts = (scores.correct, scores.total)
@@ -257,12 +327,12 @@ def decode_scores(content: RecordDict, shape: tuple[int, int] | None = None) -> 
         raise ShapeError(f"scores: shapes {scores.correct.shape} and {scores.total.shape} differ")
     if shape is not None and tuple(scores.total.shape) != shape:
         raise ShapeError(f"scores: shape {tuple(scores.total.shape)}, expected {shape}")
-    if not bool(torch.isfinite(scores.loss).all()):
-        raise ShapeError("scores: NaN or infinite loss")
-    if scores.total.sum() == 0:
-        raise ShapeError("scores: of no sample at all")
+    if not bool((scores.loss.double().abs() <= LARGEST).all()):
+        raise ShapeError("scores: NaN, infinite or absurd loss")
     if (scores.correct < 0).any() or (scores.correct > scores.total).any():
         raise ShapeError("scores: more right answers than questions")
+    if scores.total.sum() == 0 or (scores.total > MOST_SAMPLES).any():
+        raise ShapeError("scores: of no sample at all, or of more than there can be")
     return scores
 
 
@@ -271,26 +341,16 @@ def wire_bytes(content: RecordDict) -> int:
     return int(recorddict_to_proto(content).ByteSize())
 
 
-def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    record = {name: Array(t.detach().cpu().contiguous().numpy()) for name, t in tensors.items()}
-    return ArrayRecord(record, keep_input=False)
+def held_bytes(content: RecordDict) -> int:
+    """Return about how many bytes ``content`` holds, without another copy of it."""
+    return sum(
+        len(name) + sum(len(key) + _length(value) for key, value in record.items())
+        for name, record in content.items()
+    )
 
 
-def _tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    """Read arrays; what numpy makes of a damaged one can be any error, even MemoryError."""
-    tensors = {}
-    for name, array in record.items():
-        try:
-            # A copy: the record's buffers are read-only bytes.
-            tensors[name] = torch.from_numpy(np.array(array.numpy()))
-        except Exception as error:
-            raise ShapeError(f"{name}: not an array ({type(error).__name__}: {error})") from None
-    return tensors
-
-
-def _pack(mask: np.ndarray) -> Array:
-    return Array(np.packbits(mask))
-
-
-def _unpack(array: Array, size: int) -> np.ndarray:
-    return np.unpackbits(array.numpy(), count=size).astype(bool)
+def _length(value: object) -> int:
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    held = value.data if isinstance(value, Array) else value
+    return len(held) if isinstance(held, str | bytes) else 8

@@ -7,12 +7,16 @@ from typing import Any
 import torch
 
 from strategies.errors import ShapeError
-from strategies.records import Hello, Job, Update
+from strategies.records import LARGEST, Hello, Job, Update
 from task.channels import ChannelMap, Kept, State
 from task.submodel import lengths
 from task.train import Scores
 
-__all__ = ["Round", "check_update", "expected_shapes"]
+__all__ = ["Round", "check_update", "expected_shapes", "most_bytes"]
+
+LONGEST_REASON = 300
+HEADER = 256
+"""Bytes around the numbers of an array, its name not counted."""
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Round:
         The usable ones, sorted by client id.
     failures : dict of str to str
         Client id to the reason why its reply does not count.
+    refused : dict of str to str
+        Client id to the reason why an introduction under this name does not count.
     bytes_down, bytes_up : dict of str to int
         Serialised message bytes by client id.
     merged : bool
@@ -45,6 +51,7 @@ class Round:
     jobs: dict[str, Job] = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
     bytes_up: dict[str, int] = field(default_factory=dict)
     merged: bool = False
@@ -53,11 +60,34 @@ class Round:
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
 
+    def fail(self, client: str, reason: str) -> None:
+        """Write down why the reply of ``client`` does not count: one printable line, not endless.
+
+        Parts of it can be the client's own words.
+        """
+        line = " ".join(reason[: 4 * LONGEST_REASON].split())
+        if len(line) > LONGEST_REASON:
+            line = line[: LONGEST_REASON - 4] + " ..."
+        self.failures[client] = "".join(c if c.isprintable() else "?" for c in line)
+
 
 def expected_shapes(state: State, channels: ChannelMap, kept: Kept) -> dict[str, tuple[int, ...]]:
     """Return the shape each tensor of ``state`` has when cut down to ``kept``."""
     mask = channels.mask(kept)
     return {name: lengths(t.shape, channels.stay(name, mask)) for name, t in state.items()}
+
+
+def most_bytes(job: Job, channels: int, score_shape: tuple[int, int]) -> int:
+    """Return the most bytes that an answer to ``job`` can have.
+
+    Tensors as large as those that were sent; beside them as many as one number per channel and
+    domain, and two more per channel; scores; and a few numbers.
+    """
+    domains, classes = score_shape
+    tensors = sum(t.nbytes + len(name) + HEADER for name, t in job.state.items())
+    extras = 8 * channels * (domains + 2) + 16 * HEADER
+    scores = 8 * domains * (2 * classes + 1) + 3 * HEADER
+    return tensors + extras + scores + 2**14
 
 
 def check_update(
@@ -72,8 +102,8 @@ def check_update(
     Raises
     ------
     ShapeError
-        Wrong client or round, missing, extra or wrongly shaped tensors, NaN or infinite values,
-        more samples than the client said hello with.
+        Wrong client or round, missing, extra or wrongly shaped tensors, values that are NaN,
+        infinite or too large to be added up, more samples than the client said hello with.
     """
     if (update.client, update.round) != (job.client, job.round):
         raise ShapeError(
@@ -92,15 +122,17 @@ def check_update(
             raise ShapeError(f"{name}: {tensor.dtype}, expected {job.state[name].dtype}")
         if not bool(torch.isfinite(tensor).all()):
             raise ShapeError(f"{name}: NaN or infinite values")
-    if update.samples < 1 or update.steps < 1 or not abs(update.loss) < float("inf"):
+        if bool(((tensor > LARGEST) | (tensor < -LARGEST)).any()):
+            raise ShapeError(f"{name}: values beyond {LARGEST:g}: its training diverged")
+    if update.samples < 1 or update.steps < 1 or not 0 <= update.loss <= LARGEST:
         raise ShapeError(
             f"samples {update.samples}, steps {update.steps}, loss {update.loss}: "
-            "must be positive and finite"
+            f"must be positive and at most {LARGEST:g}"
         )
     if update.samples > (said := sum(hello.domains.values())):
         raise ShapeError(f"samples {update.samples}: more than the {said} it said hello with")
     for name, value in update.costs.items():
-        if not 0 <= value < float("inf"):
-            raise ShapeError(f"cost {name} = {value}: must be finite and not negative")
+        if not 0 <= value <= LARGEST:
+            raise ShapeError(f"cost {name} = {value}: must be from 0 to {LARGEST:g}")
     if update.scores is not None and tuple(update.scores.total.shape) != score_shape:
         raise ShapeError(f"scores: shape {tuple(update.scores.total.shape)}, not {score_shape}")
