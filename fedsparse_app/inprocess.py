@@ -13,6 +13,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -56,7 +57,7 @@ class InProcessGrid(Grid):
             )
             for p in range(nodes)
         }
-        self._replies: dict[str, Message] = {}
+        self._replies: dict[str, MessageProto] = {}
         self._count = 0
 
     def set_run(self, run: Run) -> None:
@@ -97,7 +98,7 @@ class InProcessGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to ``message_ids`` that there are."""
-        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+        return [message_from_proto(self._replies.pop(i)) for i in message_ids if i in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -105,14 +106,14 @@ class InProcessGrid(Grid):
         """Push, then pull."""
         return self.pull_messages(self.push_messages(messages))
 
-    def _handle(self, message: Message) -> Message | None:
+    def _handle(self, message: Message) -> MessageProto | None:
         context = self.contexts[message.metadata.dst_node_id]
         try:
-            reply = self.client_app(_as_received(message), context)
+            reply = self.client_app(message_from_proto(message_to_proto(message)), context)
+            return None if reply is None else message_to_proto(reply)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            return Message(Error(CLIENT_RAISED, reason), reply_to=message)
-        return None if reply is None else _as_received(reply)
+            return message_to_proto(Message(Error(CLIENT_RAISED, reason), reply_to=message))
 
 
 def run(
@@ -140,7 +141,3 @@ def run(
     context = Context(run_id, 1, {}, RecordDict(), dict(overrides))
     (server_app or default_server_app)(grid, context)
     return config.run_folder(run_id)
-
-
-def _as_received(message: Message) -> Message:
-    return message_from_proto(message_to_proto(message))

@@ -113,7 +113,7 @@ class Recorder:
             "merged": round.merged,
             "failures": [
                 {"client": client, "reason": reason}
-                for client, reason in sorted(round.failures.items())
+                for client, reason in sorted((*round.failures.items(), *round.refused.items()))
             ],
             "loss": sum(u.loss * u.samples for u in round.updates) / samples if samples else None,
             "global": None if scores is None else self._accuracy(scores),

@@ -1,6 +1,5 @@
 """A client's own arrays on disk: they survive a restart and never leave the device."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fedsparse_app.files import write_atomically
+from strategies.hello import check_client_id
 
 __all__ = ["ClientState"]
 
@@ -25,8 +25,7 @@ class ClientState:
     """
 
     def __init__(self, root: Path, client: str) -> None:
-        if not re.fullmatch(r"[\w][\w.-]{0,63}", client):
-            raise ValueError(f"client id {client!r}: use up to 64 letters, digits, '.', '_' or '-'")
+        check_client_id(client)
         self.folder = root / client
 
     def load(self, round: int) -> dict[str, Tensor]:

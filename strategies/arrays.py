@@ -24,7 +24,17 @@ __all__ = ["decode_arrays", "decode_bits", "encode_arrays", "encode_bits"]
 FORMAT = "numpy.ndarray"
 TYPES = frozenset(
     np.dtype(name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+    for name in (
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    )
 )
 
 

@@ -19,10 +19,10 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 from torch import Tensor
 
-from strategies.exchange import Exchange, FederationOptions
+from strategies.exchange import Exchange, FederationOptions, receive
 from strategies.memory import InMemory, Memory
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
-from strategies.rounds import Round, check_update, expected_shapes
+from strategies.rounds import Round, check_update, expected_shapes, most_bytes
 from task.channels import ChannelMap, Kept, State
 from task.submodel import extract
 from task.train import Scores
@@ -91,6 +91,10 @@ class SubmodelStrategy(Strategy):
     def validate(self, job: Job, update: Update) -> None:
         """Raise ``ShapeError`` when the method's own arrays in ``update`` do not fit."""
 
+    def most_bytes(self, job: Job) -> int:
+        """Return the most bytes that an answer to ``job`` can have; larger ones are not read."""
+        return most_bytes(job, self.channels.size, self.score_shape)
+
     def memory(self) -> dict[str, Tensor]:
         """Return the method's server state beside the model, for the checkpoint.
 
@@ -132,12 +136,12 @@ class SubmodelStrategy(Strategy):
             begin = time.monotonic()
             arrays = ArrayRecord(self.state)
             messages = list(self.configure_train(number, arrays, config, grid))
-            replies = grid.send_and_receive(messages, timeout=timeout)
+            replies = receive(grid, messages, timeout)
             _, metrics = self.aggregate_train(number, replies)
             self._round.train_seconds = time.monotonic() - begin
             messages = list(self.configure_evaluate(number, arrays, config, grid))
             if messages:
-                replies = grid.send_and_receive(messages, timeout=timeout)
+                replies = receive(grid, messages, timeout)
                 if (total := self.aggregate_evaluate(number, replies)) is not None:
                     result.evaluate_metrics_clientapp[number] = total
             self._round.evaluate_seconds = time.monotonic() - begin - self._round.train_seconds
@@ -155,7 +159,7 @@ class SubmodelStrategy(Strategy):
     ) -> Iterable[Message]:
         """Sample clients and write each its own job."""
         self.exchange.greet(grid)
-        self._round = Round(server_round)
+        self._round = Round(server_round, refused=dict(self.exchange.roster.refused))
         sampled = [self.exchange.clients[c] for c in self.exchange.sample(server_round, grid)]
         for client, job in self.jobs(sampled, server_round).items():
             self._round.jobs[client] = replace(job, evaluate=self.evaluates(server_round))
@@ -167,7 +171,7 @@ class SubmodelStrategy(Strategy):
         """Check every reply, merge the usable ones in the order of client ids."""
         round = self._round
         shapes: dict[int, tuple[Kept, dict[str, tuple[int, ...]]]] = {}
-        for job, content in self.exchange.answers(replies, round):
+        for job, content in self.exchange.answers(replies, round, self.most_bytes):
             try:
                 update = decode_update(content)
                 kept = self.uploaded(job, update)
@@ -180,7 +184,7 @@ class SubmodelStrategy(Strategy):
                 self.validate(job, update)
                 round.updates.append(update)
             except Exception as error:  # whatever a reply does to the checks, it alone pays
-                round.failures[job.client] = str(error) or type(error).__name__
+                round.fail(job.client, str(error) or type(error).__name__)
         round.updates.sort(key=lambda update: update.client)
         round.merged = len(round.updates) >= self.federation.min_replies
         self.starved = 0 if round.merged else self.starved + 1
@@ -213,13 +217,13 @@ class SubmodelStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Add up the sums that the clients answered."""
-        answers = self.exchange.answers(replies, self._round)
+        answers = self.exchange.answers(replies, self._round, self.most_bytes)
         total: Scores | None = None
         for job, content in sorted(answers, key=lambda pair: pair[0].client):
             try:
                 scores = decode_scores(content, self.score_shape)
             except Exception as error:  # as above
-                self._round.failures[job.client] = str(error) or type(error).__name__
+                self._round.fail(job.client, str(error) or type(error).__name__)
                 continue
             total = scores if total is None else total + scores
         self._round.scores = total

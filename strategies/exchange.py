@@ -6,19 +6,20 @@ replies come in any order; above this file there are clients and jobs only.
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Annotated, Literal
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from strategies.errors import ShapeError
-from strategies.records import Hello, Job, decode_hellos, encode_job, wire_bytes
-from strategies.rounds import Round
+from strategies.records import Hello, Job, decode_hellos, encode_job, held_bytes, wire_bytes
+from strategies.roster import Roster
+from strategies.rounds import Round, one_line
 from task.channels import ChannelMap
 from task.options import Interval, check_options
 from task.seeding import generator
@@ -27,6 +28,10 @@ __all__ = ["Exchange", "FederationOptions"]
 
 TRIES = 3
 """Hellos to a node that does not answer them: it must not hold up every round."""
+SUPERLINK = 1
+"""Flower's node id of the SuperLink, which answers with an error for a node that is gone."""
+UNREADABLE = 4
+"""Flower's error code of a reply that cannot be had."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class FederationOptions:
         Rounds between evaluations; the last round is always evaluated.
     evaluate_on : str
         Who scores the global network: ``server`` (test sets) or ``clients`` (their own shares).
+    bind_keys : bool
+        A client id stays with the SuperNode key that introduced it first; needs SuperNode
+        authentication, without which every start of a SuperNode makes a new key.
     """
 
     clients: Annotated[int, Interval(1)] = 20
@@ -59,6 +67,7 @@ class FederationOptions:
     wait: Annotated[float, Interval(1)] = 120.0
     evaluate_every: Annotated[int, Interval(1)] = 1
     evaluate_on: Literal["server", "clients"] = "server"
+    bind_keys: bool = False
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -78,11 +87,15 @@ class Exchange:
 
     def __init__(self, federation: FederationOptions, channels: ChannelMap, seed: int) -> None:
         self.federation, self.channels, self.seed = federation, channels, seed
-        self.clients: dict[str, Hello] = {}
-        self._node: dict[str, int] = {}
+        self.roster = Roster(federation.bind_keys)
         self._met: set[int] = set()
         self._tries: Counter[int] = Counter()
         self._sent: list[tuple[Message, Job]] = []
+
+    @property
+    def clients(self) -> dict[str, Hello]:
+        """Every client met."""
+        return self.roster.clients
 
     def await_clients(self, grid: Grid) -> None:
         """Say hello until ``clients`` are there.
@@ -99,51 +112,52 @@ class Exchange:
             if len(self.clients) >= self.federation.clients:
                 return
             waited = time.monotonic() - begin
-            hopeless = reasons and not self.clients and min(self._tries.values()) >= TRIES
+            tried = self._tries.values()
+            hopeless = reasons and not self.clients and tried and min(tried) >= TRIES
             if waited > self.federation.wait or hopeless:
+                why = [*reasons.values(), *self.roster.refused.values()]
                 raise RuntimeError(
                     f"{len(self.clients)} of {self.federation.clients} clients after "
                     f"{waited:.0f} s: start more SuperNodes or lower federation.clients"
-                    + "".join(f"; {reason}" for reason in list(reasons.values())[:1])
+                    + "".join(f"; {reason}" for reason in why[:1])
                 )
             time.sleep(0.1)
 
     def greet(self, grid: Grid) -> dict[int, str]:
         """Say hello to nodes not met before, a few times each; return what went wrong, by node."""
-        alive = set(grid.get_node_ids())
-        nodes = sorted(n for n in alive - self._met if self._tries[n] < TRIES)
-        if not nodes:
-            return {}
+        # A grid without keys binds to the node id.
+        alive = {n.node_id: n.public_key or str(n.node_id).encode() for n in grid.get_nodes()}
+        self._met &= alive.keys()  # a node that comes back may have changed
+        for gone in self._tries.keys() - alive.keys():
+            del self._tries[gone]
+        nodes = sorted(n for n in alive.keys() - self._met if self._tries[n] < TRIES)
+        reasons = self._introductions(grid, nodes) if nodes else {}
+        self.roster.settle(alive)
+        for reason in [*reasons.values(), *(self.roster.refused.values() if nodes else ())]:
+            log(WARNING, "%s", reason)
+        return reasons
+
+    def _introductions(self, grid: Grid, nodes: list[int]) -> dict[int, str]:
         self._tries.update(nodes)
         hello = RecordDict({"hello": ConfigRecord({})})
         messages = [Message(hello, node, MessageType.QUERY) for node in nodes]
-        reasons = dict.fromkeys(nodes, "hello failed: no reply")
-        for reply in grid.send_and_receive(messages, timeout=self.federation.wait):
-            node = _asked(reply, messages)
-            if reply.has_error():
-                reasons[node] = f"hello failed: {_reason(reply)}"
-                continue
+        replies, _ = paired(messages, receive(grid, messages, self.federation.wait))
+        reasons = {}
+        for message in messages:  # in the order of nodes, so that it decides who was first
+            node, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             try:
-                hellos = decode_hellos(reply.content)
+                if reply is None or reply.has_error():
+                    raise ShapeError("no reply" if reply is None else _reason(reply))
+                self.roster.introduce(node, decode_hellos(reply.content, self.federation.clients))
+                self._met.add(node)
             except ShapeError as error:
-                reasons[node] = f"hello failed: {error}"
-                continue
-            self._met.add(node)
-            del reasons[node]
-            for client in hellos:
-                other = self._node.get(client.client, node)
-                if other != node and other in alive:
-                    reasons[node] = f"{client.client} is on two nodes; give each its own client-id"
-                self.clients[client.client] = client
-                self._node[client.client] = node
-        for reason in reasons.values():
-            log(WARNING, "%s", reason)
+                reasons[node] = f"hello failed: {one_line(str(error))}"
         return reasons
 
     def sample(self, round: int, grid: Grid) -> list[str]:
         """Return the clients of ``round``, sorted: ``fraction`` of all, of those that are there."""
         alive = set(grid.get_node_ids())
-        available = sorted(client for client, node in self._node.items() if node in alive)
+        available = sorted(client for client, node in self.roster.node.items() if node in alive)
         wanted = self.federation.sampled(len(self.clients))
         if wanted >= len(available):
             return available
@@ -158,39 +172,85 @@ class Exchange:
         for client, job in jobs.items():
             content = encode_job(job, self.channels, cache)
             round.bytes_down[client] = round.bytes_down.get(client, 0) + wire_bytes(content)
-            message = Message(content, self._node[client], kind, group_id=str(job.round))
+            message = Message(content, self.roster.node[client], kind, group_id=str(job.round))
             self._sent.append((message, job))
         return [message for message, _ in self._sent]
 
-    def answers(self, replies: Iterable[Message], round: Round) -> list[tuple[Job, RecordDict]]:
+    def answers(
+        self, replies: Iterable[Message], round: Round, most: Callable[[Job], int]
+    ) -> list[tuple[Job, RecordDict]]:
         """Match replies with jobs, count their bytes; errors and silence become failures.
 
-        By message id: the sender of an error reply can be the SuperLink instead of the client.
+        ``most`` says how many bytes the answer to a job can have; larger ones are not looked into.
         """
-        asked = {message.metadata.message_id: job for message, job in self._sent}
+        matched, forged = paired([message for message, _ in self._sent], replies)
         answers = []
-        for reply in replies:
-            job = asked.pop(reply.metadata.reply_to_message_id, None)
-            if job is None:
-                continue  # not an answer to this exchange, or the second one
-            if reply.has_error():
-                round.failures[job.client] = _reason(reply)
-                continue
-            up = round.bytes_up.get(job.client, 0)
-            round.bytes_up[job.client] = up + wire_bytes(reply.content)
-            answers.append((job, reply.content))
-        for job in asked.values():
-            round.failures[job.client] = f"no reply within {self.federation.timeout:g} s"
+        for message, job in self._sent:
+            about = message.metadata.message_id
+            reply = matched.get(about)
+            if reply is None:
+                silence = f"no reply within {self.federation.timeout:g} s"
+                round.fail(job.client, "answered by another node" if about in forged else silence)
+            elif reply.has_error():
+                round.fail(job.client, _reason(reply))
+            elif (held := held_bytes(reply.content)) > most(job):
+                round.fail(job.client, f"{held} bytes, at most {most(job)} can be an answer")
+            else:
+                try:
+                    up = wire_bytes(reply.content)
+                except Exception as error:  # what cannot be serialised never was on a wire
+                    round.fail(job.client, f"not a message ({type(error).__name__}: {error})")
+                    continue
+                round.bytes_up[job.client] = round.bytes_up.get(job.client, 0) + up
+                answers.append((job, reply.content))
         return answers
 
 
-def _asked(reply: Message, messages: list[Message]) -> int:
-    """Return the node that ``reply`` is about: the sender of an error may be the SuperLink."""
-    about = reply.metadata.reply_to_message_id
-    for message in messages:
-        if message.metadata.message_id == about:
-            return message.metadata.dst_node_id
-    return reply.metadata.src_node_id
+def receive(grid: Grid, messages: list[Message], timeout: float) -> list[Message]:
+    """Send ``messages`` and wait for their replies, at most ``timeout`` seconds.
+
+    One at a time, because Flower reads a reply when it is pulled: one that it cannot read would
+    take with it all that are pulled together. It becomes an error reply of its sender.
+    """
+    sent = set(grid.push_messages(messages))
+    waiting = {m.metadata.message_id: m for m in messages if m.metadata.message_id in sent}
+    begin, replies = time.monotonic(), []
+    while True:
+        for about, message in list(waiting.items()):
+            try:
+                found = list(grid.pull_messages([about]))
+            except Exception as error:
+                list(grid.get_node_ids())  # raises itself when it is the SuperLink that is gone
+                reason = f"Flower cannot read the reply ({type(error).__name__}: {error})"
+                found = [Message(Error(UNREADABLE, reason), reply_to=message)]
+            if found:
+                replies += found
+                del waiting[about]
+        waited = time.monotonic() - begin
+        if not waiting or waited >= timeout:
+            return replies
+        time.sleep(min(3.0, max(0.1, 0.03 * waited), timeout - waited))
+
+
+def paired(
+    messages: Iterable[Message], replies: Iterable[Message]
+) -> tuple[dict[str, Message], set[str]]:
+    """Match each message with its first reply, by message id; name those that others answered.
+
+    Only the node that was asked can answer, and in its place the SuperLink with an error.
+    """
+    asked = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+    matched: dict[str, Message] = {}
+    forged: set[str] = set()
+    for reply in replies:
+        about, sender = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
+        if about not in asked:
+            continue
+        if sender == asked[about] or (reply.has_error() and sender == SUPERLINK):
+            matched.setdefault(about, reply)
+        else:
+            forged.add(about)
+    return matched, forged
 
 
 def _reason(reply: Message) -> str:

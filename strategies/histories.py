@@ -35,7 +35,7 @@ class History:
 def write_history(history: History, *, half: bool) -> dict[str, Tensor]:
     """Return a history as arrays; ``half`` stores the submodel in 16 bits."""
     arrays = {
-        f"state.{name}": tensor.half() if half and tensor.is_floating_point() else tensor
+        f"state.{name}": _half(tensor) if half and tensor.is_floating_point() else tensor
         for name, tensor in history.state.items()
     }
     arrays["rho"] = torch.tensor(history.rho, dtype=torch.float64)
@@ -49,3 +49,9 @@ def read_history(arrays: dict[str, Tensor]) -> History | None:
         return None
     state = {k.removeprefix("state."): v for k, v in arrays.items() if k.startswith("state.")}
     return History(state, float(arrays["rho"]), int(arrays["round"]), arrays.get("fisher"))
+
+
+def _half(tensor: Tensor) -> Tensor:
+    """Round to 16 bits; what is too large for them becomes their largest value, not infinite."""
+    most = torch.finfo(torch.half).max
+    return tensor.clamp(-most, most).half()

@@ -8,10 +8,8 @@ Arrays travel as Flower ``ArrayRecord`` (typed buffers, never pickle), numbers a
 Every reader takes what it gets for hostile: it answers with a ``ShapeError`` or what it promises.
 """
 
-import json
-import re
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from strategies.arrays import decode_arrays, decode_bits, encode_arrays, encode_bits
 from strategies.errors import ShapeError
+from strategies.hello import MOST_SAMPLES, Hello, decode_hellos, encode_hellos
 from task.channels import ChannelMap, Kept, State
 from task.train import Scores
 
@@ -27,7 +26,6 @@ __all__ = [
     "Hello",
     "Job",
     "Update",
-    "check_client_id",
     "decode_hellos",
     "decode_job",
     "decode_scores",
@@ -40,31 +38,8 @@ __all__ = [
     "wire_bytes",
 ]
 
-LONGEST_HELLO = 2**16
-"""Characters of one introduction."""
-MOST_SAMPLES = 10**9
-"""Of one client and domain: sums of counts stay far from overflow."""
 LARGEST = 1e18
 """Of any value in a reply: squares and sums stay finite; what is larger has diverged."""
-
-
-@dataclass(frozen=True)
-class Hello:
-    """A client introduces itself.
-
-    Parameters
-    ----------
-    client : str
-        Stable name; state is keyed by it, never by Flower's node id.
-    domains : dict of str to int
-        Samples per domain.
-    keep : float or None
-        Fraction of width that the device can carry, 1.0 = the dense network; None = not said.
-    """
-
-    client: str
-    domains: dict[str, int]
-    keep: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,63 +98,6 @@ class Update:
     extras: dict[str, Tensor] = field(default_factory=dict)
     scores: Scores | None = None
     costs: dict[str, float] = field(default_factory=dict)
-
-
-def encode_hellos(hellos: list[Hello]) -> RecordDict:
-    """Write the introductions of every client that a node serves."""
-    return RecordDict({"hello": ConfigRecord({"clients": [json.dumps(asdict(h)) for h in hellos]})})
-
-
-def decode_hellos(content: RecordDict, most: int) -> list[Hello]:
-    """Read the introductions of at most ``most`` clients.
-
-    Raises
-    ------
-    ShapeError
-        A field is missing or of another type, a client is there twice, or there are too many.
-    """
-    try:
-        texts = content.config_records["hello"]["clients"]
-        if not isinstance(texts, list):
-            raise TypeError(f"clients is a {type(texts).__name__}, not a list")
-        if len(texts) > most:
-            raise ValueError(f"{len(texts)} clients on one node, federation.clients is {most}")
-        hellos = [_hello(text) for text in texts]
-        if len({hello.client for hello in hellos}) < len(hellos):
-            raise ValueError("the same client twice on one node")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ShapeError(
-            f"hello: not an introduction ({error}); same version everywhere?"
-        ) from None
-    return hellos
-
-
-def _hello(text: object) -> Hello:
-    if not isinstance(text, str) or len(text) > LONGEST_HELLO:
-        raise TypeError(f"a client's introduction is a text of at most {LONGEST_HELLO} characters")
-    hello = Hello(**json.loads(text))
-    check_client_id(hello.client)
-    if not isinstance(hello.domains, dict) or not all(
-        type(n) is int and 0 < n <= MOST_SAMPLES for n in hello.domains.values()
-    ):
-        raise TypeError(f"domains {hello.domains!r} of {hello.client} are not samples per domain")
-    if hello.keep is not None and (
-        type(hello.keep) not in (int, float) or not 0 < hello.keep <= 1
-    ):
-        raise ValueError(f"keep {hello.keep!r} of {hello.client} is not in (0, 1]")
-    return hello
-
-
-def check_client_id(client: object) -> None:
-    """Refuse what cannot be the name of a client, and of its folder.
-
-    Raises
-    ------
-    ValueError
-        Not up to 64 letters, digits, dots, underscores or hyphens.
-    """
-    if not isinstance(client, str) or not re.fullmatch(r"[\w][\w.-]{0,63}", client):
-        raise ValueError(f"client id {client!r}: use up to 64 letters, digits, '.', '_' or '-'")
 
 
 def encode_job(
@@ -262,7 +180,10 @@ def decode_update(content: RecordDict) -> Update:
         A record is missing or of another type.
     """
     try:
-        numbers, client = content.metric_records["numbers"], content.config_records["update"]["client"]
+        numbers, client = (
+            content.metric_records["numbers"],
+            content.config_records["update"]["client"],
+        )
         if unknown := content.keys() - {"update", "numbers", "state", "extras", "scores"}:
             raise KeyError(f"unknown record {min(unknown)}")
         if not isinstance(client, str):

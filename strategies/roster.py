@@ -6,7 +6,7 @@ that claims the same name waits; when the first is gone, it is taken for the res
 
 from collections.abc import Mapping
 
-from strategies.records import Hello
+from strategies.hello import Hello
 
 __all__ = ["Roster"]
 

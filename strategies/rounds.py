@@ -12,7 +12,7 @@ from task.channels import ChannelMap, Kept, State
 from task.submodel import lengths
 from task.train import Scores
 
-__all__ = ["Round", "check_update", "expected_shapes", "most_bytes"]
+__all__ = ["Round", "check_update", "expected_shapes", "most_bytes", "one_line"]
 
 LONGEST_REASON = 300
 HEADER = 256
@@ -61,14 +61,16 @@ class Round:
     evaluate_seconds: float = 0.0
 
     def fail(self, client: str, reason: str) -> None:
-        """Write down why the reply of ``client`` does not count: one printable line, not endless.
+        """Write down why the reply of ``client`` does not count."""
+        self.failures[client] = one_line(reason)
 
-        Parts of it can be the client's own words.
-        """
-        line = " ".join(reason[: 4 * LONGEST_REASON].split())
-        if len(line) > LONGEST_REASON:
-            line = line[: LONGEST_REASON - 4] + " ..."
-        self.failures[client] = "".join(c if c.isprintable() else "?" for c in line)
+
+def one_line(reason: str) -> str:
+    """Return a reason, parts of which can be a client's own words, as one short printable line."""
+    line = " ".join(reason[: 4 * LONGEST_REASON].split())
+    if len(line) > LONGEST_REASON:
+        line = line[: LONGEST_REASON - 4] + " ..."
+    return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def expected_shapes(state: State, channels: ChannelMap, kept: Kept) -> dict[str, tuple[int, ...]]:
@@ -124,7 +126,8 @@ def check_update(
             raise ShapeError(f"{name}: NaN or infinite values")
         if bool(((tensor > LARGEST) | (tensor < -LARGEST)).any()):
             raise ShapeError(f"{name}: values beyond {LARGEST:g}: its training diverged")
-    if update.samples < 1 or update.steps < 1 or not 0 <= update.loss <= LARGEST:
+    whole = (update.samples, update.steps)
+    if not all(1 <= n <= LARGEST for n in whole) or not 0 <= update.loss <= LARGEST:
         raise ShapeError(
             f"samples {update.samples}, steps {update.steps}, loss {update.loss}: "
             f"must be positive and at most {LARGEST:g}"

@@ -100,10 +100,10 @@ def check_signatures(extras: Extras, shared: int, domains: int, samples: int) ->
     types = (ids.dtype, counts.dtype, rows.dtype)
     if types != (torch.int64, torch.int64, torch.float16):
         raise ShapeError(f"domains, counts, signatures: {types}, not int64, int64, float16")
-    if int(counts.sum()) > samples:
-        raise ShapeError(f"counts: {int(counts.sum())} of {samples} samples")
-    if not ((ids >= 0) & (ids < domains) & (counts > 0)).all():
-        raise ShapeError(f"signatures: unknown domain or no samples ({ids}, {counts})")
+    if not ((ids >= 0) & (ids < domains) & (counts > 0)).all() or len(set(ids.tolist())) < len(ids):
+        raise ShapeError(f"signatures: unknown domain, one twice, or no samples ({ids}, {counts})")
+    if (total := sum(counts.tolist())) > samples:
+        raise ShapeError(f"counts: {total} of {samples} samples")
     if not torch.isfinite(rows).all() or (rows < 0).any():
         raise ShapeError("signatures: not a distribution")
 
