@@ -24,6 +24,7 @@ from strategies.records import (
     encode_scores,
     encode_update,
 )
+from strategies.rounds import check_job
 from task.data import load
 
 __all__ = ["app"]
@@ -109,6 +110,7 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
     """Return the client half that a message is for, and its job."""
     work = workload(config)
     job = decode_job(message.content, work.channels)
+    check_job(job, work.model.state_dict(), work.channels)
     served = _served(config, context)
     if job.client not in served:
         raise ValueError(f"{job.client} is not served by this node, which has {sorted(served)}")

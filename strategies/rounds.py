@@ -12,7 +12,7 @@ from task.channels import ChannelMap, Kept, State
 from task.submodel import lengths
 from task.train import Scores
 
-__all__ = ["Round", "check_update", "expected_shapes", "most_bytes", "one_line"]
+__all__ = ["Round", "check_job", "check_update", "expected_shapes", "most_bytes", "one_line"]
 
 LONGEST_REASON = 300
 HEADER = 256
@@ -92,6 +92,34 @@ def most_bytes(job: Job, channels: int, score_shape: tuple[int, int]) -> int:
     return tensors + extras + scores + 2**14
 
 
+def check_job(job: Job, model: State, channels: ChannelMap) -> None:
+    """Refuse on the client a job whose tensors are not those of ``model`` cut to its channels.
+
+    Raises
+    ------
+    ShapeError
+        Missing, extra or wrongly shaped tensors, values that are NaN, infinite or too large.
+    """
+    _check_tensors(job.state, expected_shapes(model, channels, job.sent), model)
+
+
+def _check_tensors(found: State, shapes: Mapping[str, tuple[int, ...]], like: State) -> None:
+    if missing := shapes.keys() - found.keys():
+        raise ShapeError(f"{min(missing)}: missing ({len(missing)} missing)")
+    if extra := found.keys() - shapes.keys():
+        raise ShapeError(f"{min(extra)}: not a tensor of this model ({len(extra)} extra)")
+    for name, shape in shapes.items():
+        tensor = found[name]
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.dtype != like[name].dtype:
+            raise ShapeError(f"{name}: {tensor.dtype}, expected {like[name].dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ShapeError(f"{name}: NaN or infinite values")
+        if bool(((tensor > LARGEST) | (tensor < -LARGEST)).any()):
+            raise ShapeError(f"{name}: values beyond {LARGEST:g}: its training diverged")
+
+
 def check_update(
     job: Job,
     update: Update,
@@ -112,20 +140,7 @@ def check_update(
             f"answers for {update.client} round {update.round}, "
             f"asked was {job.client} round {job.round}"
         )
-    if missing := shapes.keys() - update.state.keys():
-        raise ShapeError(f"{min(missing)}: missing from the update ({len(missing)} missing)")
-    if extra := update.state.keys() - shapes.keys():
-        raise ShapeError(f"{min(extra)}: not a tensor of this model ({len(extra)} extra)")
-    for name, shape in shapes.items():
-        tensor = update.state[name]
-        if tuple(tensor.shape) != shape:
-            raise ShapeError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
-        if tensor.dtype != job.state[name].dtype:
-            raise ShapeError(f"{name}: {tensor.dtype}, expected {job.state[name].dtype}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ShapeError(f"{name}: NaN or infinite values")
-        if bool(((tensor > LARGEST) | (tensor < -LARGEST)).any()):
-            raise ShapeError(f"{name}: values beyond {LARGEST:g}: its training diverged")
+    _check_tensors(update.state, shapes, job.state)
     whole = (update.samples, update.steps)
     if not all(1 <= n <= LARGEST for n in whole) or not 0 <= update.loss <= LARGEST:
         raise ShapeError(

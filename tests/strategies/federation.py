@@ -1,5 +1,6 @@
 """A federation small enough for unit tests: a toy network, three toy domains, the real driver."""
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from strategies import STRATEGIES, FederationOptions
 from strategies.local import Participant
 from strategies.memory import InMemory
 from strategies.records import Hello, decode_job, encode_hellos, encode_scores, encode_update
+from strategies.rounds import check_job
 from task.data.dataset import Samples
 from task.seeding import seeded
 from task.trace import trace
@@ -33,6 +35,11 @@ def network():
             nn.Flatten(1),
             nn.Linear(12 * 9, CLASSES),
         )
+
+
+@functools.cache
+def channel_map():
+    return trace(network(), torch.randn(2, 2, 6, 6), verify=False)
 
 
 def shares(client, n=26):
@@ -68,7 +75,7 @@ class Federation:
         **options,
     ):
         self.model = network()
-        self.channels = trace(self.model, torch.randn(2, 2, 6, 6), verify=False)
+        self.channels = channel_map()
         made = STRATEGIES[method].options(**options)
         self.rounds, self.tamper = [], tamper or {}
         self.server = STRATEGIES[method].server(
@@ -128,6 +135,7 @@ class Federation:
         return app
 
     def reply(self, message, job, answer):
+        check_job(job, self.model.state_dict(), self.channels)
         what = self.tamper.get(job.client, lambda content: content)
         if what is None:
             return None

@@ -61,7 +61,7 @@ def same(a, b):
 
 def test_hellos_survive_the_wire():
     hellos = [Hello("client-00", {"mnist": 5, "syn": 7}), Hello("ø", {})]
-    assert decode_hellos(over_the_wire(encode_hellos(hellos))) == hellos
+    assert decode_hellos(over_the_wire(encode_hellos(hellos)), 2) == hellos
 
 
 @given(st.lists(st.booleans(), min_size=12, max_size=12), st.booleans())
@@ -149,9 +149,9 @@ def test_an_update_without_one_of_its_records_is_refused(record):
 def test_a_hello_that_is_none_is_refused(clients):
     content = RecordDict({"hello": ConfigRecord({"clients": clients})})
     with pytest.raises(ShapeError, match="hello"):
-        decode_hellos(content)
+        decode_hellos(content, 2)
     with pytest.raises(ShapeError, match="hello"):
-        decode_hellos(RecordDict({"numbers": MetricRecord({"a": 1})}))
+        decode_hellos(RecordDict({"numbers": MetricRecord({"a": 1})}), 2)
 
 
 @pytest.mark.parametrize(
