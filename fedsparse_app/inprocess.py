@@ -26,6 +26,9 @@ from fedsparse_app.server_app import app as default_server_app
 
 __all__ = ["InProcessGrid", "run"]
 
+NODE_UNAVAILABLE = 5
+"""Flower's error code for a node that is gone."""
+
 
 class InProcessGrid(Grid):
     """A Grid whose nodes are function calls, one after the other.
@@ -107,7 +110,10 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _handle(self, message: Message) -> MessageProto | None:
-        context = self.contexts[message.metadata.dst_node_id]
+        context = self.contexts.get(message.metadata.dst_node_id)
+        if context is None:
+            gone = Error(NODE_UNAVAILABLE, "Node Unavailable: it is gone")
+            return message_to_proto(Message(gone, reply_to=message))
         try:
             reply = self.client_app(message_from_proto(message_to_proto(message)), context)
             return None if reply is None else message_to_proto(reply)

@@ -78,7 +78,7 @@ def test_nodes_that_restart_under_new_ids_change_nothing(tmp_path, monkeypatch):
 
     def restarted(grid, messages):
         ids = push(grid, messages)
-        if messages[0].metadata.message_type == "train":
+        if messages[0].metadata.message_type == "evaluate":
             grid.contexts = {node + 1: context for node, context in grid.contexts.items()}
         return ids
 
