@@ -84,25 +84,35 @@ class Exchange:
         self._tries: Counter[int] = Counter()
         self._sent: list[tuple[Message, Job]] = []
 
+    def recall(self, clients: Iterable[Hello]) -> None:
+        """Know the clients that a stopped run had met."""
+        self.clients = {client.client: client for client in clients}
+
     def await_clients(self, grid: Grid) -> None:
-        """Say hello until ``clients`` are there.
+        """Say hello until ``clients`` are there, or all that a stopped run had met.
+
+        A stopped run had begun: after ``wait`` seconds it goes on with those that are there.
 
         Raises
         ------
         RuntimeError
-            They are not there after ``wait`` seconds.
+            Too few are there after ``wait`` seconds.
         """
-        begin = time.monotonic()
+        begin, known = time.monotonic(), set(self.clients)
         reasons: dict[int, str] = {}
         while True:
             reasons |= self.greet(grid)
-            if len(self.clients) >= self.federation.clients:
+            present, absent = len(self._node), sorted(known - self._node.keys())
+            if (not absent) if known else present >= self.federation.clients:
                 return
             waited = time.monotonic() - begin
-            hopeless = reasons and not self.clients and min(self._tries.values()) >= TRIES
+            hopeless = reasons and not present and min(self._tries.values()) >= TRIES
             if waited > self.federation.wait or hopeless:
+                if known and present >= self.federation.min_replies:
+                    log(WARNING, "going on without %s", ", ".join(absent))
+                    return
                 raise RuntimeError(
-                    f"{len(self.clients)} of {self.federation.clients} clients after "
+                    f"{present} of {len(known) or self.federation.clients} clients after "
                     f"{waited:.0f} s: start more SuperNodes or lower federation.clients"
                     + "".join(f"; {reason}" for reason in list(reasons.values())[:1])
                 )
