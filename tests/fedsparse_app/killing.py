@@ -1,6 +1,6 @@
 """Runs that are killed with SIGKILL, each in a process forked from this one.
 
-``python -m tests.fedsparse_app.killing OUT`` leaves ``OUT/<method>/<how>/<run folder>``, all finished:
+``python -m tests.fedsparse_app.killing OUT`` leaves ``OUT/<method>/<how>/<run folder>``, all ended:
 ``whole`` never stopped, ``killed`` at some of its writes, ``killed-from-outside`` at any time.
 """
 
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def in_writes(method, out):
     for _ in range(KILLS):
         # A start and a round are 4 to 7 and 6 to 10 writes; one round makes it a run.
         at, torn = draw.randint(8, 18), draw.randint(0, 60)
-        expect(KILLED, forked(lambda: inprocess.run(options), at, torn))
+        expect(KILLED, forked(partial(inprocess.run, dict(options)), at, torn))
         (folder,) = (out / "killed").iterdir()
         options |= {"run.resume": str(folder)}
     expect(0, forked(lambda: inprocess.run(options)))
@@ -56,6 +57,8 @@ def from_outside(method, out):
     typed = " ".join(f"{k}={json.dumps(v)}" for k, v in toy.options(method, out).items())
     child = begin(lambda: cli.app(["run", "--in-process", "-c", typed]))
     while not list(out.glob("*/metrics.jsonl")):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            raise RuntimeError("ended before it could be killed")
         time.sleep(0.01)
     (metrics,) = out.glob("*/metrics.jsonl")
     while metrics.read_bytes().count(b"\n") < 3:
@@ -65,6 +68,7 @@ def from_outside(method, out):
     expect(KILLED, end(child))
     typed = ["run", "--in-process", "--resume", str(metrics.parent)]
     expect(0, forked(lambda: cli.app(typed)))
+
 
 def forked(work, at=None, torn=0):
     return end(begin(work, at, torn))
@@ -94,7 +98,6 @@ def die_at(at, torn):
 
     def fsync(file):
         if next(seen) == at:
-            print("KILLED", at, os.readlink(f"/proc/self/fd/{file}"))
             os.ftruncate(file, max(0, os.fstat(file).st_size - torn))
             os.kill(os.getpid(), signal.SIGKILL)
         sync(file)
