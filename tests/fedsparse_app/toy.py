@@ -35,6 +35,7 @@ METHODS = {
     "subflot": {
         "subflot.rate-mode": "dynamic",
         "subflot.bn-local": True,
+        "subflot.importance": "cost",
         "federation.fraction": 0.75,
     },
 }
