@@ -22,6 +22,7 @@ from fedsparse_app.config import read
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.files import owned
 from fedsparse_app.launch import Request
+from fedsparse_app.recorder import Recorder
 from fedsparse_app.resume import resumed
 from fedsparse_app.state import ClientState
 from fedsparse_app.workload import workload
@@ -177,6 +178,22 @@ def test_a_finished_run_is_refused_and_one_that_lacks_its_model_gets_it(copy):
     go_on(copy)
     assert same_arrays(copy / "model.safetensors", model)
     assert len(rows(copy)) == 5
+
+
+@pytest.mark.app
+def test_the_model_of_an_earlier_end_does_not_count(copy, monkeypatch):
+    go_on(copy)
+    earlier = shutil.copy(copy / "model.safetensors", copy.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "close", raises)
+        with pytest.raises(Stop):
+            go_on(copy, run__rounds=5)
+    go_on(copy, run__rounds=5)
+    assert not same_arrays(copy / "model.safetensors", earlier)
+
+
+def raises(*arguments):
+    raise Stop
 
 
 @pytest.mark.app

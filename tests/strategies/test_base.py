@@ -299,3 +299,13 @@ def test_a_resumed_run_waits_for_enough_clients():
     toy.server.resume(3, {}, [Hello(f"client-0{i}", {"0": 26}) for i in range(3)], starved=0)
     with pytest.raises(RuntimeError, match="1 of 3 clients after 1 s"):
         toy.run(rounds=4)
+
+
+def test_a_resumed_run_waits_for_all_clients_that_were_met(monkeypatch):
+    toy = Federation(clients=5)
+    nodes, calls = toy.grid.get_node_ids(), iter(range(9))
+    monkeypatch.setattr(toy.grid, "get_node_ids", lambda: nodes[: 4 if next(calls) == 0 else 5])
+    toy.server.exchange.federation = FederationOptions(clients=4, wait=30.0)
+    toy.server.resume(3, {}, [Hello(f"client-0{i}", {"0": 26}) for i in range(5)], starved=0)
+    toy.server.exchange.await_clients(toy.grid)
+    assert len(toy.server.exchange.sample(4, toy.grid)) == 5
