@@ -325,6 +325,17 @@ def test_the_journal_is_cut_to_a_round_byte_by_byte(tmp_path):
 
 
 @pytest.mark.app
+def test_the_recorder_takes_up_what_it_carried(stopped, tmp_path):
+    config = read(described(stopped))
+    work = workload(config)
+    recorder = Recorder(tmp_path, config, work, server_app.make_strategy(config, work))
+    carried = {"personal": {"client-07": 0.5}, "ratios": [0.25, 0.75]}
+    recorder.resume(replace(load_checkpoint(stopped), recorder=carried))
+    assert recorder.personal == {"client-07": 0.5}
+    assert (recorder.upload_ratio, recorder.flops_ratio, recorder.first) == (0.25, 0.75, 2)
+
+
+@pytest.mark.app
 def test_what_was_saved_after_the_round_and_drafts_are_taken_back(copy):
     for root in ("histories", "clients"):
         for round in (1, 3):
