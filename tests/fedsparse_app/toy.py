@@ -2,6 +2,7 @@
 
 import torch
 
+from strategies import STRATEGIES
 from task.data import DATASETS, DataSet, Samples
 from task.models import MODELS
 from tests.strategies.federation import CLASSES, DOMAINS, network
@@ -21,7 +22,7 @@ COMMON = {
 
 # Whatever lives longer than a round is in one of them: masks, Fisher, prototypes, private channels;
 # histories of unequal age, widths that change, norms that stay with the client; sampling.
-METHODS = {
+OWN = {
     "fedavg": {"federation.fraction": 0.75, "federation.evaluate-every": 3},
     "fedfip": {
         "fedfip.keep": 0.5,
@@ -39,6 +40,9 @@ METHODS = {
         "federation.fraction": 0.75,
     },
 }
+
+
+METHODS = {name: OWN.get(name, {}) for name in STRATEGIES}
 
 
 def install():
