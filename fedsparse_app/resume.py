@@ -112,9 +112,11 @@ def _check_options(folder: Path, now: Mapping[str, Any], then: Mapping[str, Any]
         f"\n  {key} = {new!r}, the run began with {old!r}" for key, (old, new) in differ.items()
     )
     repeat = " ".join(f"{key}={_typed(old)}" for key, (old, _) in differ.items() if old != absent)
+    advice = f'add to -c "{repeat}", or use  fedsparse run --resume {folder}  which reads them; '
+    if not repeat:
+        advice = "this version has options that the run did not know, so resume with that of then; "
     raise ConfigError(
-        f"run.resume = {str(folder)!r}: not the run that these options describe:{lines}\n"
-        f'add to -c "{repeat}", or use  fedsparse run --resume {folder}  which reads them; '
+        f"run.resume = {str(folder)!r}: not the run that these options describe:{lines}\n{advice}"
         f"only {', '.join(sorted(MAY_DIFFER - {'run.resume'}))} may change"
     )
 
