@@ -80,12 +80,16 @@ def run(
     output_dir: Annotated[
         Path | None, typer.Option(help="Where run folders go; ./runs if not given.")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Run folder to go on with, with the options it has."),
+    ] = None,
 ) -> None:
     """Run the app in simulation and exit with 0 only if it completed."""
     from fedsparse_app.launch import Request, launch
 
     with _plain_errors():
-        request = Request(folder, tuple(config or ()), rounds, clients, workers, output_dir)
+        request = Request(folder, tuple(config or ()), rounds, clients, workers, output_dir, resume)
         outcome = launch(request, _echo, in_process=in_process)
     if outcome.folder is not None:
         typer.echo(f"run folder: {outcome.folder}")

@@ -29,6 +29,7 @@ class RunOptions:
     rounds: Annotated[int, Interval(1)] = 20
     output_dir: str = "~/fedsparse-runs"
     state_dir: str = ""
+    resume: str = ""
     threads: Annotated[int, Interval(1)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -93,9 +94,15 @@ class Config:
         }
 
     def run_folder(self, run_id: int) -> Path:
-        """Return where this run writes; server and simulated clients agree without a message."""
-        name = f"{run_id}-{self.strategy.name}-{self.data.name}"
-        return Path(self.run.output_dir).expanduser().resolve() / name
+        """Return where this run writes; server and simulated clients agree without a message.
+
+        A resumed run writes where it began. On a device that has no such path its name counts.
+        """
+        parent = Path(self.run.output_dir).expanduser().resolve()
+        if not self.run.resume:
+            return parent / f"{run_id}-{self.strategy.name}-{self.data.name}"
+        begun = (parent / Path(self.run.resume).expanduser()).resolve()
+        return begun if begun.is_dir() else parent / begun.name
 
 
 def read(run_config: Mapping[str, Any]) -> Config:

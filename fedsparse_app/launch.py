@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsparse_app.overrides import Scalar, app_options, check_known, parse_overrides
+from fedsparse_app.run_folder import options_of
 from fedsparse_app.superlink import SuperLink, local_superlink
 
 __all__ = ["Outcome", "Request", "launch", "simulation"]
@@ -39,6 +40,8 @@ class Request:
         Clients that train at the same time.
     output_dir : Path or None
         Where run folders go; ``./runs`` where the overrides do not say either.
+    resume : Path or None
+        Run folder to go on with; its options hold where nothing else is said.
     """
 
     app: Path = Path(".")
@@ -47,15 +50,26 @@ class Request:
     clients: int | None = None
     workers: int | None = None
     output_dir: Path | None = None
+    resume: Path | None = None
 
     def overrides(self) -> dict[str, Scalar]:
         """Return the run options to override, with an absolute ``run.output-dir``."""
-        options = parse_overrides(self.config)
+        options = self._begun() | parse_overrides(self.config)
         named = {"run.rounds": self.rounds, "federation.clients": self.clients}
         options |= {key: value for key, value in named.items() if value is not None}
         # Relative to the caller: the app itself runs in a folder of the SuperLink.
         place = self.output_dir or Path(str(options.get("run.output-dir") or "runs"))
         return options | {"run.output-dir": str(place.expanduser().absolute())}
+
+    def _begun(self) -> dict[str, Scalar]:
+        """Return the options of the run to go on with."""
+        if self.resume is None:
+            return {}
+        if self.output_dir is not None:
+            raise ValueError("--resume goes on in the run's own folder; leave out --output-dir")
+        folder = self.resume.expanduser().resolve()
+        options = options_of(folder)
+        return options | {"run.output-dir": str(folder.parent), "run.resume": str(folder)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import json
 import statistics
 import time
-from importlib.metadata import PackageNotFoundError, version
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from flwr.supercore import log
 from safetensors.torch import save
 from torch import nn
 
-from fedsparse_app.checkpoint import save_checkpoint
+from fedsparse_app import journal
+from fedsparse_app.checkpoint import Checkpoint, save_checkpoint
 from fedsparse_app.config import Config
 from fedsparse_app.files import write_atomically
-from fedsparse_app.overrides import Scalar
+from fedsparse_app.recipe import recipe_toml
 from fedsparse_app.workload import Workload
 from strategies.base import SubmodelStrategy
 from strategies.ops.average import coverage
@@ -47,13 +47,13 @@ class Recorder:
     ) -> None:
         self.folder, self.config, self.work, self.strategy = folder, config, work, strategy
         self.begin = self.last = time.monotonic()
+        self.first = 0  # the round after which this process began
         self.personal: dict[str, float] = {}
         self.shapes = {name: tuple(p.shape) for name, p in work.model.named_parameters()}
         self.dense = work.costs(work.model)
         self.dense_bytes = _dense_upload(work)
         self.upload_ratio = self.flops_ratio = 1.0  # of the last merged round, against dense
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.toml", _toml(config).encode())
+        write_atomically(folder / "config.toml", recipe_toml(config).encode())
         log(INFO, "%s", HEADER)
 
     def __call__(self, round: Round) -> None:
@@ -63,13 +63,22 @@ class Recorder:
         network = slice_module(self.work.model, self.work.channels, kept, state)
         row = self._row(round, kept, network, self._global_scores(round, network))
         now = time.monotonic()
-        self._append("metrics.jsonl", row)
-        self._append("timing.jsonl", _timing(round, now - self.last))
-        for client in sorted(round.jobs):
-            self._append("clients.jsonl", self._client(round, client))
-        save_checkpoint(self.folder, round.number, self.strategy, self.config, self.personal)
+        journal.write(self.folder / "metrics.jsonl", [row])
+        journal.write(self.folder / "timing.jsonl", [_timing(round, now - self.last)])
+        clients = [self._client(round, client) for client in sorted(round.jobs)]
+        journal.write(self.folder / "clients.jsonl", clients)
+        save_checkpoint(self.folder, round.number, self.strategy, self.config, self._memory())
         self._log(row, now)
         self.last = now
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take up what the recorder of the stopped run carried from round to round."""
+        self.first = checkpoint.round
+        self.personal = dict(checkpoint.recorder["personal"])
+        self.upload_ratio, self.flops_ratio = checkpoint.recorder["ratios"]
+
+    def _memory(self) -> dict[str, Any]:
+        return {"personal": self.personal, "ratios": [self.upload_ratio, self.flops_ratio]}
 
     def close(self) -> None:
         """Write the final model with the channels it keeps, and say what it cost."""
@@ -84,6 +93,7 @@ class Recorder:
         metadata = {
             "kept": json.dumps({group: index.tolist() for group, index in kept.items()}),
             "recipe": json.dumps(self.config.flat()),
+            "round": str(self.config.run.rounds),
         }
         data = save({name: t.contiguous() for name, t in state.items()}, metadata)
         write_atomically(self.folder / "model.safetensors", data)
@@ -190,13 +200,10 @@ class Recorder:
             }
         return row
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        with (self.folder / name).open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-
     def _log(self, row: dict[str, Any], now: float) -> None:
         rounds, number = self.config.run.rounds, row["round"]
-        left = (now - self.begin) / number * (rounds - number) if number else 0.0
+        here = number - self.first
+        left = (now - self.begin) / here * (rounds - number) if here else 0.0
         score, personal = row["global"], row["personal"]
         log(
             INFO,
@@ -232,20 +239,3 @@ def _timing(round: Round, seconds: float) -> dict[str, Any]:
         "train_seconds": round.train_seconds,
         "evaluate_seconds": round.evaluate_seconds,
     }
-
-
-def _toml(config: Config) -> str:
-    lines = ["[options]", *(f'"{k}" = {_toml_value(v)}' for k, v in config.flat().items())]
-    lines += ["", "[versions]"]
-    for package in ("fedsparse", "flwr", "torch", "numpy"):
-        try:
-            lines.append(f'{package} = "{version(package)}"')
-        except PackageNotFoundError:
-            lines.append(f'{package} = "not installed, run from its source"')
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Scalar) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value) if isinstance(value, str) else repr(value)

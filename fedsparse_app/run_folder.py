@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Row", "Run", "read_run"]
+__all__ = ["Row", "Run", "options_of", "read_run"]
 
 Row = Mapping[str, Any]
 
@@ -96,6 +96,17 @@ def read_run(folder: Path) -> Run:
         tuple(notes),
         finished,
     )
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    """Return the resolved options of the run in ``folder`` by dotted key.
+
+    Raises
+    ------
+    ValueError
+        There is no such run, or its config.toml is damaged.
+    """
+    return dict(_toml(folder / "config.toml").get("options", {}))
 
 
 def _text(path: Path) -> str:

@@ -1,16 +1,21 @@
 """The ServerApp: options in, run folder out."""
 
 import json
+from contextlib import ExitStack
+from dataclasses import replace
 from logging import ERROR, INFO, WARNING
+from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
+from fedsparse_app.checkpoint import Checkpoint
 from fedsparse_app.config import Config, read
 from fedsparse_app.files import write_atomically
 from fedsparse_app.recorder import Recorder
+from fedsparse_app.resume import open_folder, resumed
 from fedsparse_app.state import ClientState
 from fedsparse_app.workload import Workload, client_ids, split, workload
 from strategies import STRATEGIES
@@ -25,28 +30,46 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
-    try:
-        config = read(context.run_config)
-        torch.set_num_threads(config.run.threads)
-        work = workload(config)
-        partition = _partition(config, work)
-    except ValueError as error:
-        log(ERROR, "%s: %s", type(error).__name__, error)
-        raise
-    folder = config.run_folder(context.run_id)
-    log(INFO, "run folder: %s", folder)
+    with ExitStack() as until_the_end:
+        try:
+            config = read(context.run_config)
+            torch.set_num_threads(config.run.threads)
+            work = workload(config)
+            partition = _partition(config, work)
+            folder = until_the_end.enter_context(open_folder(config, context.run_id))
+            begun = _begun(config, folder, work, partition)
+        except ValueError as error:
+            log(ERROR, "%s: %s", type(error).__name__, error)
+            raise
+        log(INFO, "run folder: %s", folder)
+        write_atomically(folder / "partition.json", json.dumps(partition).encode())
+        # The folder's config.toml is of the run, not of one of the processes that it took.
+        _run(grid, replace(config, run=replace(config.run, resume="")), work, folder, begun)
+
+
+def _begun(
+    config: Config, folder: Path, work: Workload, partition: dict[str, object]
+) -> Checkpoint | None:
+    """Return where the run goes on, or None for a new one."""
+    if not config.run.resume:
+        return None
+    return resumed(config, folder, work.model.state_dict(), partition)
+
+
+def _run(
+    grid: Grid, config: Config, work: Workload, folder: Path, begun: Checkpoint | None
+) -> None:
     strategy = make_strategy(config, work)
     strategy.summary()
     recorder = Recorder(folder, config, work, strategy)
-    write_atomically(folder / "partition.json", json.dumps(partition).encode())
     strategy.on_round = recorder
     strategy.store = lambda client: ClientState(folder / "histories", client)
-    strategy.start(
-        grid,
-        ArrayRecord(work.model.state_dict()),
-        config.run.rounds,
-        config.federation.timeout,
-    )
+    state = work.model.state_dict()
+    if begun is not None:
+        strategy.resume(begun.round, begun.memory, begun.clients, begun.starved)
+        recorder.resume(begun)
+        state = {name: begun.model[name] for name in state}
+    strategy.start(grid, ArrayRecord(state), config.run.rounds, config.federation.timeout)
     recorder.close()
     _report(recorder)
     log(INFO, "run folder: %s", folder)

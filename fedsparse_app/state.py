@@ -9,7 +9,7 @@ from torch import Tensor
 from fedsparse_app.files import write_atomically
 from strategies.hello import check_client_id
 
-__all__ = ["ClientState"]
+__all__ = ["ClientState", "rewind"]
 
 
 class ClientState:
@@ -37,11 +37,21 @@ class ClientState:
         """Save ``arrays`` for the rounds after ``round``, all or nothing."""
         data = save({name: tensor.contiguous() for name, tensor in arrays.items()})
         write_atomically(self.folder / f"round-{round:06d}.safetensors", data)
-        for number, path in self._saved():
-            if number > round:
-                path.unlink()  # from a future that a resumed server took back
+        self.forget_after(round)
         for _, path in self._saved()[:-2]:
             path.unlink()
 
+    def forget_after(self, round: int) -> None:
+        """Remove what was saved in a future that a resumed server took back."""
+        for number, path in self._saved():
+            if number > round:
+                path.unlink()
+
     def _saved(self) -> list[tuple[int, Path]]:
         return [(int(p.stem[6:]), p) for p in sorted(self.folder.glob("round-*.safetensors"))]
+
+
+def rewind(root: Path, round: int) -> None:
+    """Forget what every client below ``root`` saved after ``round``."""
+    for folder in root.iterdir() if root.is_dir() else ():
+        ClientState(root, folder.name).forget_after(round)

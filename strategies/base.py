@@ -61,6 +61,7 @@ class SubmodelStrategy(Strategy):
         self.state: State = {}
         self.exchange = Exchange(federation, channels, seed)
         self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
+        self.done = -1  # the last round on record; 0 is the initial model, -1 nothing
         self.on_round: Callable[[Round], None] = lambda _: None
         memories: defaultdict[str, Memory] = defaultdict(InMemory)
         self.store: Callable[[str], Memory] = memories.__getitem__
@@ -105,6 +106,14 @@ class SubmodelStrategy(Strategy):
     def recall(self, memory: dict[str, Tensor]) -> None:
         """Take up what ``memory`` returned when the checkpoint was written."""
 
+    def resume(
+        self, done: int, memory: dict[str, Tensor], clients: list[Hello], starved: int
+    ) -> None:
+        """Let ``start`` go on after round ``done``; its initial arrays are then of that round."""
+        self.done, self.starved = done, starved
+        self.exchange.recall(clients)
+        self.recall(memory)
+
     # Flower's hooks ------------------------------------------------------------------------------
 
     def start(
@@ -117,7 +126,7 @@ class SubmodelStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds; ``on_round`` sees the initial model and every round.
+        """Run up to round ``num_rounds``; ``on_round`` sees the initial model and every round.
 
         Raises
         ------
@@ -128,11 +137,13 @@ class SubmodelStrategy(Strategy):
         if train_config or evaluate_config:
             log(WARNING, "train_config and evaluate_config are not sent: options are run config")
         self.state = initial_arrays.to_torch_state_dict()
-        self.exchange.await_clients(grid)
-        self.on_round(Round(0))
-        if evaluate_fn and (scored := evaluate_fn(0, initial_arrays)) is not None:
-            result.evaluate_metrics_serverapp[0] = scored
-        for number in range(1, num_rounds + 1):
+        if self.done < num_rounds:
+            self.exchange.await_clients(grid)
+        if self.done < 0:
+            self.on_round(Round(0))
+            if evaluate_fn and (scored := evaluate_fn(0, initial_arrays)) is not None:
+                result.evaluate_metrics_serverapp[0] = scored
+        for number in range(max(1, self.done + 1), num_rounds + 1):
             begin = time.monotonic()
             arrays = ArrayRecord(self.state)
             messages = list(self.configure_train(number, arrays, config, grid))

@@ -97,27 +97,37 @@ class Exchange:
         """Every client met."""
         return self.roster.clients
 
+    def recall(self, clients: Iterable[Hello]) -> None:
+        """Know the clients that a stopped run had met."""
+        self.roster.clients = {client.client: client for client in clients}
+
     def await_clients(self, grid: Grid) -> None:
-        """Say hello until ``clients`` are there.
+        """Say hello until ``clients`` are there, or all that a stopped run had met.
+
+        A stopped run had begun: after ``wait`` seconds it goes on with those that are there.
 
         Raises
         ------
         RuntimeError
-            They are not there after ``wait`` seconds.
+            Too few are there after ``wait`` seconds.
         """
-        begin = time.monotonic()
+        begin, known = time.monotonic(), set(self.clients)
         reasons: dict[int, str] = {}
         while True:
             reasons |= self.greet(grid)
-            if len(self.clients) >= self.federation.clients:
+            present, absent = len(self.roster.node), sorted(known - self.roster.node.keys())
+            if (not absent) if known else present >= self.federation.clients:
                 return
             waited = time.monotonic() - begin
             tried = self._tries.values()
-            hopeless = reasons and not self.clients and tried and min(tried) >= TRIES
+            hopeless = reasons and not present and tried and min(tried) >= TRIES
             if waited > self.federation.wait or hopeless:
+                if known and present >= self.federation.min_replies:
+                    log(WARNING, "going on without %s", ", ".join(absent))
+                    return
                 why = [*reasons.values(), *self.roster.refused.values()]
                 raise RuntimeError(
-                    f"{len(self.clients)} of {self.federation.clients} clients after "
+                    f"{present} of {len(known) or self.federation.clients} clients after "
                     f"{waited:.0f} s: start more SuperNodes or lower federation.clients"
                     + "".join(f"; {reason}" for reason in why[:1])
                 )

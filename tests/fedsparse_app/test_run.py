@@ -107,12 +107,12 @@ def test_the_saved_model_is_the_one_that_was_scored(runs):
 
 
 def test_the_checkpoint_holds_what_a_resumed_run_needs(runs):
-    model, memory, about = load_checkpoint(runs[0])
-    assert about["round"] == 2
-    assert about["options"]["fedfip.keep"] == 0.5
-    assert [c["client"] for c in about["clients"]] == [f"client-0{i}" for i in range(4)]
-    assert {"mask", "trained-mask", "importance", "prototype.0"} <= set(memory)
-    assert "classifier.weight" in model
+    checkpoint = load_checkpoint(runs[0])
+    assert checkpoint.round == 2
+    assert checkpoint.options["fedfip.keep"] == 0.5
+    assert [c.client for c in checkpoint.clients] == [f"client-0{i}" for i in range(4)]
+    assert {"mask", "trained-mask", "importance", "prototype.0"} <= set(checkpoint.memory)
+    assert "classifier.weight" in checkpoint.model
     assert {p.name for p in (runs[0] / "clients" / "client-00").iterdir()} == {
         "round-000001.safetensors",
         "round-000002.safetensors",

@@ -4,6 +4,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from strategies import STRATEGIES, FederationOptions
 from strategies.exchange import receive
+from strategies.records import Hello
 from tests.strategies.federation import Federation
 
 METHODS = list(STRATEGIES)
@@ -145,3 +146,48 @@ def test_scores_of_another_task_are_refused_with_the_reason():
     run.run(rounds=1)
     assert "scores: shape (1, 2)" in run.rounds[1].failures["client-02"]
     assert int(run.rounds[1].scores.total.sum()) == 3 * 6
+
+
+def test_a_resumed_run_begins_after_the_last_round_and_its_patience_goes_on():
+    toy = Federation(tamper=dict.fromkeys(("client-00", "client-01", "client-02"), None))
+    hellos = [Hello(f"client-0{i}", {"0": 26}) for i in range(4)]
+    toy.server.resume(5, {}, hellos, starved=1)
+    with pytest.raises(RuntimeError, match="3 rounds in a row"):
+        toy.run(rounds=9)
+    assert [round.number for round in toy.rounds] == [6]  # no initial model; the 7th was too much
+
+
+def test_a_resumed_run_that_has_no_rounds_left_asks_nobody():
+    toy = Federation()
+    toy.server.resume(2, {}, [Hello("client-99", {"0": 26})], starved=0)
+    state = toy.run(rounds=2)
+    assert toy.rounds == []
+    assert torch.equal(state["0.weight"], toy.model.state_dict()["0.weight"])
+
+
+def test_a_resumed_run_goes_on_without_clients_that_are_gone():
+    toy = Federation()
+    known = [Hello(f"client-0{i}", {"0": 26}) for i in range(5)]
+    toy.server.resume(3, {}, known, starved=0)
+    toy.run(rounds=4)
+    assert sorted(toy.rounds[0].jobs) == [f"client-0{i}" for i in range(4)]
+    assert toy.server.exchange.clients["client-04"] == known[4]
+
+
+def test_a_resumed_run_waits_for_enough_clients():
+    toy = Federation(clients=1)
+    federation = FederationOptions(clients=3, min_replies=2, wait=1.0)
+    toy.server.exchange.federation = federation
+    toy.server.resume(3, {}, [Hello(f"client-0{i}", {"0": 26}) for i in range(3)], starved=0)
+    with pytest.raises(RuntimeError, match="1 of 3 clients after 1 s"):
+        toy.run(rounds=4)
+
+
+def test_a_resumed_run_waits_for_all_clients_that_were_met(monkeypatch):
+    toy = Federation(clients=5)
+    nodes, calls = toy.grid.get_node_ids(), iter(range(9))
+    monkeypatch.setattr(toy.grid, "get_node_ids", lambda: nodes[: 4 if next(calls) == 0 else 5])
+    toy.server.exchange.federation = FederationOptions(clients=4, wait=30.0)
+    toy.server.resume(3, {}, [Hello(f"client-0{i}", {"0": 26}) for i in range(5)], starved=0)
+    toy.server.exchange.await_clients(toy.grid)
+    assert len(toy.server.exchange.sample(4, toy.grid)) == 5
