@@ -10,6 +10,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from fedsparse_app.capacity import with_capacity
 from fedsparse_app.config import Config, read
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.state import ClientState
@@ -100,8 +101,8 @@ def _introductions(config: Config, context: Context) -> list[Hello]:
     for name, index in _served(config, context).items():
         held = torch.bincount(data.train.domain[rows[index]], minlength=len(data.domains))
         domains = {k: int(n) for k, n in zip(data.domains, held, strict=True) if n}
-        keep = context.node_config.get("keep")
-        hellos.append(Hello(name, domains, None if keep is None else float(keep)))
+        hello = Hello(name, domains, trained=len(client_share(config, index)[0]))
+        hellos.append(with_capacity(hello, context.node_config, config))
     return hellos
 
 

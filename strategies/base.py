@@ -59,7 +59,7 @@ class SubmodelStrategy(Strategy):
         self.channels, self.federation, self.options = channels, federation, options
         self.seed, self.score_shape = seed, score_shape
         self.state: State = {}
-        self.exchange = Exchange(federation, channels, seed)
+        self.exchange = Exchange(federation, channels, seed, self.admit)
         self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
         self.on_round: Callable[[Round], None] = lambda _: None
         memories: defaultdict[str, Memory] = defaultdict(InMemory)
@@ -75,6 +75,9 @@ class SubmodelStrategy(Strategy):
     @abstractmethod
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Put the updates (sorted by client) into ``self.state``; return what to record."""
+
+    def admit(self, hello: Hello) -> None:
+        """Raise ``ShapeError`` when the client cannot carry what the method would send it."""
 
     def global_kept(self) -> Kept:
         """Return the channels of the global network as it is evaluated and saved."""

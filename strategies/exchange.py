@@ -6,7 +6,7 @@ replies come in any order; above this file there are clients and jobs only.
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Annotated, Literal
@@ -76,9 +76,16 @@ class FederationOptions:
 class Exchange:
     """The clients met so far and the messages of the exchange under way."""
 
-    def __init__(self, federation: FederationOptions, channels: ChannelMap, seed: int) -> None:
-        self.federation, self.channels, self.seed = federation, channels, seed
+    def __init__(
+        self,
+        federation: FederationOptions,
+        channels: ChannelMap,
+        seed: int,
+        admit: Callable[[Hello], None] = lambda _: None,
+    ) -> None:
+        self.federation, self.channels, self.seed, self.admit = federation, channels, seed, admit
         self.clients: dict[str, Hello] = {}
+        self.refused: dict[str, str] = {}  # client to the reason
         self._node: dict[str, int] = {}
         self._met: set[int] = set()
         self._tries: Counter[int] = Counter()
@@ -90,12 +97,14 @@ class Exchange:
         Raises
         ------
         RuntimeError
-            They are not there after ``wait`` seconds.
+            They are not there after ``wait`` seconds, or one of them cannot take part.
         """
         begin = time.monotonic()
         reasons: dict[int, str] = {}
         while True:
             reasons |= self.greet(grid)
+            if self.refused:
+                raise RuntimeError("; ".join(f"{c}: {why}" for c, why in self.refused.items()))
             if len(self.clients) >= self.federation.clients:
                 return
             waited = time.monotonic() - begin
@@ -131,6 +140,10 @@ class Exchange:
             self._met.add(node)
             del reasons[node]
             for client in hellos:
+                if refusal := self._refusal(client):
+                    self.refused[client.client] = refusal
+                    log(WARNING, "%s does not take part: %s", client.client, refusal)
+                    continue
                 other = self._node.get(client.client, node)
                 if other != node and other in alive:
                     reasons[node] = f"{client.client} is on two nodes; give each its own client-id"
@@ -139,6 +152,14 @@ class Exchange:
         for reason in reasons.values():
             log(WARNING, "%s", reason)
         return reasons
+
+    def _refusal(self, client: Hello) -> str:
+        """Return why ``client`` cannot take part, by its own word or by the method's."""
+        try:
+            self.admit(client)
+        except ShapeError as error:
+            return str(error)
+        return client.refusal
 
     def sample(self, round: int, grid: Grid) -> list[str]:
         """Return the clients of ``round``, sorted: ``fraction`` of all, of those that are there."""

@@ -18,6 +18,7 @@ from flwr.common.serde import recorddict_to_proto
 from torch import Tensor
 
 from strategies.errors import ShapeError
+from strategies.hello import Hello, read_hello
 from task.channels import ChannelMap, Kept, State
 from task.train import Scores
 
@@ -35,25 +36,6 @@ __all__ = [
     "encode_update",
     "wire_bytes",
 ]
-
-
-@dataclass(frozen=True)
-class Hello:
-    """A client introduces itself.
-
-    Parameters
-    ----------
-    client : str
-        Stable name; state is keyed by it, never by Flower's node id.
-    domains : dict of str to int
-        Samples per domain.
-    keep : float or None
-        Fraction of width that the device can carry, 1.0 = the dense network; None = not said.
-    """
-
-    client: str
-    domains: dict[str, int]
-    keep: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,23 +111,11 @@ def decode_hellos(content: RecordDict) -> list[Hello]:
     """
     try:
         texts = content.config_records["hello"]["clients"]
-        return [_hello(text) for text in texts]  # type: ignore[union-attr]
+        return [read_hello(str(text)) for text in texts]  # type: ignore[union-attr]
     except (KeyError, TypeError, ValueError) as error:
         raise ShapeError(
             f"hello: not an introduction ({error}); same version everywhere?"
         ) from None
-
-
-def _hello(text: object) -> Hello:
-    hello = Hello(**json.loads(str(text)))
-    counts = hello.domains.items() if isinstance(hello.domains, dict) else [(None, None)]
-    if not isinstance(hello.client, str) or not all(
-        isinstance(domain, str) and isinstance(n, int) and n > 0 for domain, n in counts
-    ):
-        raise TypeError(f"client {hello.client!r}, domains {hello.domains!r}")
-    if hello.keep is not None and not 0 < float(hello.keep) <= 1:
-        raise ValueError(f"keep {hello.keep!r} of {hello.client} is not in (0, 1]")
-    return hello
 
 
 def encode_job(
