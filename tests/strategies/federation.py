@@ -53,7 +53,7 @@ class Federation:
     """The server half of a method and its clients in one process, talking through Flower's records.
 
     ``tamper`` maps a client name to what becomes of its reply content: a function of the content,
-    or an exception to raise, or None for silence.
+    or an exception to raise, or None for silence. ``keeps`` maps it to what its device carries.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Federation:
         federation=None,
         nodes=None,
         training=None,
+        keeps=None,
         **options,
     ):
         self.model = network()
         self.channels = trace(self.model, torch.randn(2, 2, 6, 6), verify=False)
         made = STRATEGIES[method].options(**options)
-        self.rounds, self.tamper = [], tamper or {}
+        self.rounds, self.tamper, self.keeps = [], tamper or {}, keeps or {}
         self.server = STRATEGIES[method].server(
             self.channels,
             replace(
@@ -113,7 +114,8 @@ class Federation:
         def hello(message, context):
             node, nodes = (context.node_config[k] for k in ("partition-id", "num-partitions"))
             names = [name for i, name in enumerate(self.halves) if i % nodes == node]
-            return Message(encode_hellos([Hello(n, {"0": 26}) for n in names]), reply_to=message)
+            hellos = [Hello(n, {"0": 26}, self.keeps.get(n)) for n in names]
+            return Message(encode_hellos(hellos), reply_to=message)
 
         @app.train()
         def train(message, context):
