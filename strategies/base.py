@@ -9,9 +9,10 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import fields, replace
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -93,6 +94,14 @@ class SubmodelStrategy(Strategy):
 
     def validate(self, job: Job, update: Update) -> None:
         """Raise ``ShapeError`` when the method's own arrays in ``update`` do not fit."""
+
+    def rehearsal(self, round: int) -> Self:
+        """Return a copy whose ``jobs`` have the shapes that they will have in ``round``."""
+        return copy(self)
+
+    def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
+        """Return arrays shaped as the method's own in an ordinary reply to ``job``."""
+        return {}
 
     def memory(self) -> dict[str, Tensor]:
         """Return the method's server state beside the model, for the checkpoint.

@@ -35,6 +35,7 @@ Differences from the paper
 
 import math
 import time
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -193,6 +194,35 @@ class FedFIP(SubmodelStrategy):
             shared, domains = int(self.mask.sum()), self.score_shape[0]
             check_signatures(update.extras, shared, domains, update.samples)
 
+    def rehearsal(self, round: int) -> "FedFIP":
+        """Return a copy whose channels are all alike important, without a refresh of Fisher."""
+        twin, hellos = copy(self), self.exchange.clients.values()
+        twin.mask, twin.importance = np.ones_like(self.mask), None
+        twin.selected, twin.refreshed, twin.prototypes = 0, round, {}
+        if self.options.dsfp and round > 1:
+            widest = self.channels.prefix(max((h.keep or 1.0 for h in hellos), default=1.0))
+            measured = torch.from_numpy(self.channels.mask(widest))
+            twin.importance = torch.where(measured, 1.0, math.nan)
+            twin._next_mask(round - 1)
+        twin.trained_mask = twin.mask
+        if self.options.dsr and round > 1:
+            signing = [h for h in hellos if np.array_equal(twin._carried(h.keep), twin.mask)]
+            domains = {domain for h in signing for domain in h.domains}
+            twin.prototypes = {k: torch.ones(self.channels.size) for k in range(len(domains))}
+        return twin
+
+    def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
+        """Return Fisher and signatures of the shapes that the client will send."""
+        extras: dict[str, Tensor] = {}
+        if self.options.dsfp:
+            extras["fisher"] = torch.zeros(self.channels.size)
+        if self.options.dsr and not narrow(job):
+            rows = dict.fromkeys(range(len(hello.domains)), torch.ones(int(self.mask.sum())))
+            extras |= write_signatures(rows, dict.fromkeys(rows, 1))
+        if not self.options.sa:
+            extras["held"] = pack_mask(self.channels.mask(job.kept))
+        return extras
+
     def memory(self) -> dict[str, Tensor]:
         """Return F_g, the masks and the prototypes."""
         masks = {"mask": self.mask, "trained-mask": self.trained_mask}
@@ -215,9 +245,8 @@ class FedFIP(SubmodelStrategy):
 
     def _job(self, keep: float | None, round: int) -> Job:
         """Return the job of clients whose device carries ``keep``; None = everything."""
-        most = {g: len(index) for g, index in self.channels.prefix(keep or 1.0).items()}
-        whole = most == self.channels.groups
-        mask = nested(self.importance, self.mask, self.channels, most)
+        most = self._most(keep)
+        whole, mask = most == self.channels.groups, self._carried(keep)
         kept, refresh = self.channels.kept(mask), whole and self._refreshes(round)
         # Without SA private channels are the server's too, so clients need all of them.
         dense = whole and (refresh or not self.options.sa)
@@ -231,6 +260,13 @@ class FedFIP(SubmodelStrategy):
         if self.options.regularises and not ("narrow" in extras and bool(extras["narrow"])):
             extras |= write_prototypes(self.prototypes, self.mask)
         return Job("", round, kept, state, sent, extras)
+
+    def _most(self, keep: float | None) -> dict[str, int]:
+        return {group: len(index) for group, index in self.channels.prefix(keep or 1.0).items()}
+
+    def _carried(self, keep: float | None) -> np.ndarray:
+        """Return M_g, or the top of it where the device carries less."""
+        return nested(self.importance, self.mask, self.channels, self._most(keep))
 
     def _refreshes(self, round: int) -> bool:
         every = self.options.fisher_refresh

@@ -25,6 +25,7 @@ Differences from the paper
 
 import time
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,7 @@ from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.histories import History, read_history, write_history
 from strategies.local import ClientHalf, cpu_state
+from strategies.memory import InMemory
 from strategies.ops.average import average_overlap, mix, weighted_mean
 from strategies.ops.fisher import cap_per_domain, gate_fisher, pool
 from strategies.ops.plans import Plan
@@ -171,6 +173,17 @@ class SubFLOT(SubmodelStrategy):
         """Take up ``memory``."""
         self.importance = memory.get("importance")
 
+    def rehearsal(self, round: int) -> "SubFLOT":
+        """Return a copy without histories: their transport changes values alone."""
+        twin = copy(self)
+        twin.store = lambda _: InMemory()
+        return twin
+
+    def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
+        """Return a Fisher vector of the submodel's width, where one is sent."""
+        held = sum(map(len, job.kept.values()))
+        return {"fisher": torch.zeros(held)} if self.options.importance != "none" else {}
+
     def removed(self, client: str, round: int) -> float:
         """Return rho of a client: what its device says, else drawn from ``rates``."""
         said = self.exchange.clients[client].keep
@@ -182,7 +195,7 @@ class SubFLOT(SubmodelStrategy):
         return rates[int(torch.randint(len(rates), (), generator=draw))]
 
     def _kept(self, rho: float) -> Kept:
-        return self.channels.prefix(1 - rho)
+        return self.channels.prefix(round(1 - rho, 9))  # 1 - (1 - 0.3) is not 0.3
 
     def _job(self, client: Hello, round: int) -> Job:
         rho = self.removed(client.client, round)
