@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from logging import INFO
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedsparse_app.checkpoint import save_checkpoint
 from fedsparse_app.config import Config
 from fedsparse_app.files import write_atomically
 from fedsparse_app.overrides import Scalar
+from fedsparse_app.plan import Forecast, Planner, document
 from fedsparse_app.workload import Workload
 from strategies.base import SubmodelStrategy
 from strategies.ops.average import coverage
@@ -51,6 +53,7 @@ class Recorder:
         self.shapes = {name: tuple(p.shape) for name, p in work.model.named_parameters()}
         self.dense = work.costs(work.model)
         self.dense_bytes = _dense_upload(work)
+        self.planner = Planner(config, work, strategy)
         self.upload_ratio = self.flops_ratio = 1.0  # of the last merged round, against dense
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.toml", _toml(config).encode())
@@ -65,8 +68,12 @@ class Recorder:
         now = time.monotonic()
         self._append("metrics.jsonl", row)
         self._append("timing.jsonl", _timing(round, now - self.last))
+        if round.number == 0:
+            plan = json.dumps(document(self.planner), indent=1).encode()
+            write_atomically(self.folder / "plan.json", plan)
+        forecast = self.planner.forecast(round.jobs, round.number)
         for client in sorted(round.jobs):
-            self._append("clients.jsonl", self._client(round, client))
+            self._append("clients.jsonl", self._client(round, client, forecast[client]))
         save_checkpoint(self.folder, round.number, self.strategy, self.config, self.personal)
         self._log(row, now)
         self.last = now
@@ -155,7 +162,7 @@ class Recorder:
             "clients": scored,
         }
 
-    def _client(self, round: Round, client: str) -> dict[str, Any]:
+    def _client(self, round: Round, client: str, forecast: Forecast) -> dict[str, Any]:
         row: dict[str, Any] = {
             "round": round.number,
             "client": client,
@@ -163,6 +170,7 @@ class Recorder:
             "bytes_up": round.bytes_up.get(client, 0),
             "failure": round.failures.get(client),
             "accuracy": None,
+            "predicted": {key: value for key, value in asdict(forecast).items() if key != "client"},
         }
         update = next((u for u in round.updates if u.client == client), None)
         if update is None:
@@ -174,6 +182,9 @@ class Recorder:
             "parameters": int(update.costs.get("parameters", 0)),
             "flops": int(update.costs.get("flops", 0)),
             "train_flops": int(update.costs.get("train-flops", 0)),
+            "round_flops": int(update.costs.get("train-flops", 0))
+            * update.samples
+            * self.config.train.epochs,
             "seconds": update.costs.get("seconds"),
             "samples": update.samples,
             "steps": update.steps,
