@@ -114,7 +114,7 @@ class Federation:
         def hello(message, context):
             node, nodes = (context.node_config[k] for k in ("partition-id", "num-partitions"))
             names = [name for i, name in enumerate(self.halves) if i % nodes == node]
-            hellos = [Hello(n, {"0": 26}, self.keeps.get(n)) for n in names]
+            hellos = [Hello(n, self.domains(n), self.keeps.get(n)) for n in names]
             return Message(encode_hellos(hellos), reply_to=message)
 
         @app.train()
@@ -128,6 +128,13 @@ class Federation:
             return self.reply(message, job, lambda half: encode_scores(half.evaluate(job)))
 
         return app
+
+    def domains(self, client):
+        me, counts = self.halves[client].me, {}
+        for half in (me.train, me.test):
+            for k, n in half.counts().items():
+                counts[str(k)] = counts.get(str(k), 0) + n
+        return counts
 
     def reply(self, message, job, answer):
         what = self.tamper.get(job.client, lambda content: content)
