@@ -173,7 +173,9 @@ def _receipt(run: Run) -> str:
             real = sum(row[key] for row in told)
             off = real / sum(row["predicted"][key] for row in told) - 1
             parts.append(f"{word} {100 * off:+.2f} %")
-    return f"Real against predicted: {', '.join(parts)}." if parts else "No round was predicted."
+    if not parts:
+        return "No round was predicted."
+    return f"Real against predicted, all clients and rounds: {', '.join(parts)}."
 
 
 def _coverage(run: Run) -> str:

@@ -97,7 +97,9 @@ class SubmodelStrategy(Strategy):
 
     def rehearsal(self, round: int) -> Self:
         """Return a copy whose ``jobs`` have the shapes that they will have in ``round``."""
-        return copy(self)
+        twin = copy(self)
+        twin.store = lambda _: InMemory()  # what is known of a client changes values alone
+        return twin
 
     def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
         """Return arrays shaped as the method's own in an ordinary reply to ``job``."""

@@ -35,7 +35,6 @@ Differences from the paper
 
 import math
 import time
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -196,7 +195,7 @@ class FedFIP(SubmodelStrategy):
 
     def rehearsal(self, round: int) -> "FedFIP":
         """Return a copy whose channels are all alike important, without a refresh of Fisher."""
-        twin, hellos = copy(self), self.exchange.clients.values()
+        twin, hellos = super().rehearsal(round), self.exchange.clients.values()
         twin.mask, twin.importance = np.ones_like(self.mask), None
         twin.selected, twin.refreshed, twin.prototypes = 0, round, {}
         if self.options.dsfp and round > 1:

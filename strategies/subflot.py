@@ -25,7 +25,6 @@ Differences from the paper
 
 import time
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -36,7 +35,6 @@ from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.histories import History, read_history, write_history
 from strategies.local import ClientHalf, cpu_state
-from strategies.memory import InMemory
 from strategies.ops.average import average_overlap, mix, weighted_mean
 from strategies.ops.fisher import cap_per_domain, gate_fisher, pool
 from strategies.ops.plans import Plan
@@ -110,15 +108,9 @@ class SubFLOTOptions:
 
     def transport(self) -> TransportOptions:
         """Return what the transport needs to know."""
-        return TransportOptions(
-            solver=self.solver,
-            squared=self.squared,
-            sweeps=self.sweeps,
-            bn_in_cost=self.bn_in_cost and not self.bn_local,
-            sketch=self.sketch,
-            reg=self.reg,
-            importance=self.importance,
-        )
+        same = ("solver", "squared", "sweeps", "sketch", "reg", "importance")
+        options = {name: getattr(self, name) for name in same}
+        return TransportOptions(bn_in_cost=self.bn_in_cost and not self.bn_local, **options)
 
 
 class SubFLOT(SubmodelStrategy):
@@ -173,12 +165,6 @@ class SubFLOT(SubmodelStrategy):
         """Take up ``memory``."""
         self.importance = memory.get("importance")
 
-    def rehearsal(self, round: int) -> "SubFLOT":
-        """Return a copy without histories: their transport changes values alone."""
-        twin = copy(self)
-        twin.store = lambda _: InMemory()
-        return twin
-
     def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
         """Return a Fisher vector of the submodel's width, where one is sent."""
         held = sum(map(len, job.kept.values()))
@@ -186,8 +172,7 @@ class SubFLOT(SubmodelStrategy):
 
     def removed(self, client: str, round: int) -> float:
         """Return rho of a client: what its device says, else drawn from ``rates``."""
-        said = self.exchange.clients[client].keep
-        if said is not None:
+        if (said := self.exchange.clients[client].keep) is not None:
             return 1 - said
         rates = self.options.removed()
         when = round if self.options.rate_mode == "dynamic" else 0
