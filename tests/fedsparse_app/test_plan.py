@@ -39,7 +39,7 @@ def toy(method, rounds, **options):
 
 METHODS = [
     ("fedavg", {"keep": 0.25}),
-    ("subflot", {"rate_mode": "dynamic"}),
+    ("subflot", {"rate_mode": "dynamic", "importance": "cost"}),
     ("subflot", {"bn_local": True}),
     ("fedfip", {"keep": 0.75, "phi": math.inf, "fisher_refresh": 0}),
     ("fedfip", {"keep": 0.5, "phi": math.inf, "fisher_refresh": 0, "sa": False, "dsr": False}),
