@@ -1,6 +1,7 @@
 """Devices of different sizes under every method: who gets what, and what becomes of it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,18 @@ def test_a_client_that_cannot_take_part_ends_the_run_with_its_reason(method, mon
     )
     with pytest.raises(RuntimeError, match=f"^client-01: {said}$"):
         run.run(rounds=1)
+
+
+def test_a_device_too_small_that_appears_later_is_left_out_and_the_run_goes_on():
+    run = Federation("fedavg", clients=2, keeps={"client-01": 0.25}, keep=0.5)
+    one = replace(run.server.federation, clients=1, min_replies=1)
+    run.server.federation = run.server.exchange.federation = one
+    late = run.grid.contexts.popitem()
+    seen = run.server.on_round
+    run.server.on_round = lambda round: (seen(round), run.grid.contexts.update([late]))
+    run.run(rounds=2)
+    assert [list(round.jobs) for round in run.rounds] == [[], ["client-00"], ["client-00"]]
+    assert "fedavg.keep=0.25" in run.server.exchange.refused["client-01"]
 
 
 def test_an_introduction_arrives_as_it_was_sent_and_nonsense_does_not():
