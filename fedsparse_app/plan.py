@@ -107,8 +107,8 @@ class Planner:
         hellos = [self.strategy.exchange.clients[client] for client in sorted(clients)]
         evaluate = self.strategy.evaluates(round)
         judged = 0, 0
-        if evaluate and self.config.federation.evaluate_on == "clients":
-            judged = self._evaluation(twin.global_kept(), round)
+        if hellos and evaluate and self.config.federation.evaluate_on == "clients":
+            judged = self._evaluation(hellos[0].client, twin.global_kept(), round)
         return {
             client: self._row(twin, replace(job, evaluate=evaluate), judged)
             for client, job in twin.jobs(hellos, round).items()
@@ -172,12 +172,11 @@ class Planner:
             self._bytes[key] = wire_bytes(encode_update(update))
         return self._bytes[key]
 
-    def _evaluation(self, kept: Kept, round: int) -> tuple[int, int]:
+    def _evaluation(self, client: str, kept: Kept, round: int) -> tuple[int, int]:
         """Return the bytes that scoring the global network on a client takes, down and up."""
         state = extract(self.strategy.state, self.work.channels, kept)
-        return self._down(Job("", round, kept, state, kept)), wire_bytes(
-            encode_scores(self._scores())
-        )
+        job, scores = Job(client, round, kept, state, kept), encode_scores(self._scores())
+        return self._down(job), wire_bytes(scores)
 
     def _scores(self) -> Scores:
         counts = torch.zeros(self.work.score_shape, dtype=torch.int64)

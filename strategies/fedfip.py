@@ -252,11 +252,11 @@ class FedFIP(SubmodelStrategy):
         state = self.state if dense else extract(self.state, self.channels, kept)
         sent = self.channels.full() if dense else kept
         extras = {"refresh": torch.tensor(refresh)}
+        cut = not np.array_equal(mask, self.mask)
         if not whole:
-            cut = not np.array_equal(mask, self.mask)
             private = [0 if cut or not self.options.sa else most[g] - len(kept[g]) for g in kept]
             extras |= {"narrow": torch.tensor(cut), "room": torch.tensor(private)}
-        if self.options.regularises and not ("narrow" in extras and bool(extras["narrow"])):
+        if self.options.regularises and not cut:
             extras |= write_prototypes(self.prototypes, self.mask)
         return Job("", round, kept, state, sent, extras)
 

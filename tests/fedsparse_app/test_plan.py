@@ -14,6 +14,7 @@ from fedsparse_app.errors import ConfigError
 from fedsparse_app.fleet import parse_fleet, planned
 from fedsparse_app.plan import Planner, document
 from fedsparse_app.workload import Workload
+from strategies import FederationOptions
 from strategies.hello import Hello
 from task.train import TrainingOptions
 from tests.strategies.federation import CLASSES, DOMAINS, Federation
@@ -37,11 +38,12 @@ def toy(method, rounds, **options):
     return run, Planner(config, work, run.server)
 
 
+JUDGES = FederationOptions(clients=4, wait=1.0, evaluate_on="clients")
 METHODS = [
     ("fedavg", {"keep": 0.25}),
     ("subflot", {"rate_mode": "dynamic", "importance": "cost"}),
     ("subflot", {"bn_local": True}),
-    ("fedfip", {"keep": 0.75, "phi": math.inf, "fisher_refresh": 0}),
+    ("fedfip", {"keep": 0.75, "phi": math.inf, "fisher_refresh": 0, "federation": JUDGES}),
     ("fedfip", {"keep": 0.5, "phi": math.inf, "fisher_refresh": 0, "sa": False, "dsr": False}),
 ]
 

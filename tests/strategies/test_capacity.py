@@ -217,11 +217,3 @@ def test_devices_that_carry_everything_change_nothing():
     )
     assert equal(plain.run(rounds=2), stated.run(rounds=2))
     assert plain.rounds[2].bytes_down == stated.rounds[2].bytes_down
-
-
-def test_subflot_gives_each_device_what_it_states():
-    run = Federation("subflot", keeps=KEEPS)
-    run.run(rounds=1)
-    for client, keep in KEEPS.items():
-        kept = run.rounds[1].jobs[client].kept
-        assert all(len(kept[g]) == len(i) for g, i in run.channels.prefix(keep).items())
