@@ -1,5 +1,6 @@
-"""The command line: ``fedsparse run``, ``fedsparse report`` and ``fedsparse channels``."""
+"""The command line: ``fedsparse run``, ``plan``, ``report`` and ``channels``."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,46 @@ def run(
     if not outcome.completed:
         typer.secho(f"error: {outcome.reason}", fg="red", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        list[str] | None,
+        typer.Option("-c", "--run-config", help='Options as "key=value ..." or a TOML file.'),
+    ] = None,
+    clients: Annotated[
+        str | None,
+        typer.Option(
+            help='Capacities, "a: keep=0.5, b: budget-mflops=3" or a TOML file with a table each; '
+            "the simulation's clients if not given."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the plan there as well.")
+    ] = None,
+) -> None:
+    """Print what a round costs each client, before any training; exit with 2 if one cannot."""
+    from rich.console import Console
+
+    from fedsparse_app.config import read
+    from fedsparse_app.files import write_atomically
+    from fedsparse_app.fleet import parse_fleet, plan_table, planned, summary_lines
+    from fedsparse_app.overrides import parse_overrides
+
+    with _plain_errors():
+        fleet = None if clients is None else parse_fleet(clients)
+        made = planned(read(parse_overrides(config or ())), fleet)
+        if json_file is not None:
+            write_atomically(json_file, json.dumps(made, indent=1).encode())
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(plan_table(made))
+    for line in summary_lines(made):
+        typer.echo(line)
+    for client, reason in made["refused"].items():
+        typer.secho(f"error: {client}: {reason}", fg="red", err=True)
+    raise typer.Exit(2 if made["refused"] else 0)
 
 
 def _shape(text: str) -> tuple[int, ...]:

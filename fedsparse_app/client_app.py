@@ -2,14 +2,16 @@
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from fedsparse_app.capacity import with_capacity
 from fedsparse_app.config import Config, read
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.state import ClientState
@@ -27,7 +29,7 @@ from strategies.records import (
 from strategies.rounds import check_job
 from task.data import load
 
-__all__ = ["app"]
+__all__ = ["app", "introductions"]
 
 CLIENT_RAISED = 2
 """Flower's error code for an exception in the client app."""
@@ -38,7 +40,8 @@ app = ClientApp()
 @app.query()
 def hello(message: Message, context: Context) -> Message:
     """Introduce the clients that this node serves."""
-    return _reply(message, context, lambda config: encode_hellos(_introductions(config, context)))
+    node = context.node_config
+    return _reply(message, context, lambda config: encode_hellos(introductions(config, node)))
 
 
 @app.train()
@@ -75,12 +78,12 @@ def _reply(message: Message, context: Context, answer: Callable[[Config], Record
         return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
 
-def _served(config: Config, context: Context) -> dict[str, int]:
+def _served(config: Config, node: Mapping[str, Any]) -> dict[str, int]:
     """Return the clients of this node: name -> share of the data.
 
     Clients are dealt over the nodes, so that any number of simulated SuperNodes serves them all.
     """
-    clients, node = config.federation.clients, context.node_config
+    clients = config.federation.clients
     if "partition-id" not in node:
         raise ConfigError(
             "node config has no partition-id, the share of the data that this node holds: start "
@@ -93,16 +96,17 @@ def _served(config: Config, context: Context) -> dict[str, int]:
     return {name: i for i, name in enumerate(client_ids(clients)) if i % nodes == number}
 
 
-def _introductions(config: Config, context: Context) -> list[Hello]:
+def introductions(config: Config, node: Mapping[str, Any]) -> list[Hello]:
+    """Return the introductions of the clients that a node with this node config serves."""
     device(config)  # an impossible device is refused before round 1
     data = load(config.data.name)
     rows = split(config.data.name, config.partition, config.federation.clients)
     hellos = []
-    for name, index in _served(config, context).items():
+    for name, index in _served(config, node).items():
         held = torch.bincount(data.train.domain[rows[index]], minlength=len(data.domains))
         domains = {k: int(n) for k, n in zip(data.domains, held, strict=True) if n}
-        keep = context.node_config.get("keep")
-        hellos.append(Hello(name, domains, None if keep is None else float(keep)))
+        hello = Hello(name, domains, trained=len(client_share(config, index)[0]))
+        hellos.append(with_capacity(hello, node, config))
     return hellos
 
 
@@ -111,7 +115,7 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
     work = workload(config)
     job = decode_job(message.content, work.channels)
     check_job(job, work.model.state_dict(), work.channels)
-    served = _served(config, context)
+    served = _served(config, context.node_config)
     if job.client not in served:
         raise ValueError(f"{job.client} is not served by this node, which has {sorted(served)}")
     place = device(config)

@@ -6,7 +6,8 @@ are serialised as on the wire, so nothing is shared by accident and the numbers 
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,18 @@ class InProcessGrid(Grid):
         Flat run config of every node.
     run_id : int
         Of the one run.
+    node_configs : sequence of mapping
+        What the nodes' configs hold beside ``partition-id`` and ``num-partitions``; those of
+        nodes beyond its end nothing.
     """
 
     def __init__(
-        self, client_app: ClientApp, nodes: int, run_config: Mapping[str, Scalar], run_id: int
+        self,
+        client_app: ClientApp,
+        nodes: int,
+        run_config: Mapping[str, Scalar],
+        run_id: int,
+        node_configs: Sequence[Mapping[str, Scalar]] = (),
     ) -> None:
         self.client_app, self._run = client_app, Run.create_empty(run_id)
         self.contexts = {
@@ -54,11 +63,11 @@ class InProcessGrid(Grid):
             1000 + 7 * p: Context(
                 run_id=run_id,
                 node_id=1000 + 7 * p,
-                node_config={"partition-id": p, "num-partitions": nodes},
+                node_config={"partition-id": p, "num-partitions": nodes, **own},
                 state=RecordDict(),
                 run_config=dict(run_config),
             )
-            for p in range(nodes)
+            for p, own in zip(range(nodes), chain(node_configs, repeat({})), strict=False)
         }
         self._replies: dict[str, MessageProto] = {}
         self._count = 0
@@ -127,10 +136,12 @@ def run(
     *,
     server_app: ServerApp | None = None,
     client_app: ClientApp | None = None,
+    node_configs: Sequence[Mapping[str, Scalar]] = (),
 ) -> Path:
     """Run with ``overrides`` of the default options in this process; return the run folder.
 
-    ``server_app`` and ``client_app`` replace the project's own, for tests.
+    ``server_app`` and ``client_app`` replace the project's own, for tests; ``node_configs`` are
+    those of `InProcessGrid`.
 
     Raises
     ------
@@ -142,7 +153,11 @@ def run(
     config, run_id = read(overrides), time.time_ns() // 1_000_000
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, 1
     grid = InProcessGrid(
-        client_app or default_client_app, config.federation.clients, overrides, run_id
+        client_app or default_client_app,
+        config.federation.clients,
+        overrides,
+        run_id,
+        node_configs,
     )
     context = Context(run_id, 1, {}, RecordDict(), dict(overrides))
     (server_app or default_server_app)(grid, context)

@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from dataclasses import asdict
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fedsparse_app import journal
 from fedsparse_app.checkpoint import Checkpoint, save_checkpoint
 from fedsparse_app.config import Config
 from fedsparse_app.files import write_atomically
+from fedsparse_app.plan import Forecast, Planner, document
 from fedsparse_app.recipe import recipe_toml
 from fedsparse_app.workload import Workload
 from strategies.base import SubmodelStrategy
@@ -52,6 +54,7 @@ class Recorder:
         self.shapes = {name: tuple(p.shape) for name, p in work.model.named_parameters()}
         self.dense = work.costs(work.model)
         self.dense_bytes = _dense_upload(work)
+        self.planner = Planner(config, work, strategy)
         self.upload_ratio = self.flops_ratio = 1.0  # of the last merged round, against dense
         write_atomically(folder / "config.toml", recipe_toml(config).encode())
         log(INFO, "%s", HEADER)
@@ -63,9 +66,13 @@ class Recorder:
         network = slice_module(self.work.model, self.work.channels, kept, state)
         row = self._row(round, kept, network, self._global_scores(round, network))
         now = time.monotonic()
+        if round.number == 0:
+            plan = json.dumps(document(self.planner), indent=1).encode()
+            write_atomically(self.folder / "plan.json", plan)
         journal.write(self.folder / "metrics.jsonl", [row])
         journal.write(self.folder / "timing.jsonl", [_timing(round, now - self.last)])
-        clients = [self._client(round, client) for client in sorted(round.jobs)]
+        forecast = self.planner.forecast(round.jobs, round.number)
+        clients = [self._client(round, name, forecast[name]) for name in sorted(round.jobs)]
         journal.write(self.folder / "clients.jsonl", clients)
         save_checkpoint(self.folder, round.number, self.strategy, self.config, self._memory())
         self._log(row, now)
@@ -165,7 +172,7 @@ class Recorder:
             "clients": scored,
         }
 
-    def _client(self, round: Round, client: str) -> dict[str, Any]:
+    def _client(self, round: Round, client: str, forecast: Forecast) -> dict[str, Any]:
         row: dict[str, Any] = {
             "round": round.number,
             "client": client,
@@ -173,6 +180,7 @@ class Recorder:
             "bytes_up": round.bytes_up.get(client, 0),
             "failure": round.failures.get(client),
             "accuracy": None,
+            "predicted": {key: value for key, value in asdict(forecast).items() if key != "client"},
         }
         update = next((u for u in round.updates if u.client == client), None)
         if update is None:
@@ -184,6 +192,9 @@ class Recorder:
             "parameters": int(update.costs.get("parameters", 0)),
             "flops": int(update.costs.get("flops", 0)),
             "train_flops": int(update.costs.get("train-flops", 0)),
+            "round_flops": int(update.costs.get("train-flops", 0))
+            * update.samples
+            * self.config.train.epochs,
             "seconds": update.costs.get("seconds"),
             "samples": update.samples,
             "steps": update.steps,

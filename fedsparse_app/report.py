@@ -20,6 +20,14 @@ from fedsparse_app.tables import NARROWEST, QUANTITIES, comparison_table, runs_t
 
 __all__ = ["markdown", "report", "write_report"]
 
+RECEIPT = {
+    "bytes up": "bytes_up",
+    "bytes down": "bytes_down",
+    "parameters": "parameters",
+    "training FLOPs": "round_flops",
+    "seconds": "seconds",
+}
+
 
 def report(folders: Sequence[Path], console: Console | None = None) -> list[str]:
     """Print the table of some runs and write each one's report.md and plots.
@@ -81,6 +89,7 @@ def markdown(run: Run, drawn: Sequence[Path] = ()) -> str:
         _overview(run),
         "## Accuracy per domain (%)\n\n" + _domains(run),
         "## Clients\n\n" + _clients(run),
+        "## Predicted and real\n\n" + _receipt(run),
         "## Coverage\n\n" + _coverage(run),
         "## Failures\n\n" + _failures(run),
         *(f"![{path.stem}]({path.name})" for path in drawn),
@@ -152,6 +161,21 @@ def _clients(run: Run) -> str:
             ]
         )
     return _table(headings, rows)
+
+
+def _receipt(run: Run) -> str:
+    """Say how far the plan was from what the answers that count took, all rounds together."""
+    answered = [row for row in run.clients if row.get("predicted") and not row["failure"]]
+    parts = []
+    for word, key in RECEIPT.items():
+        told = [row for row in answered if row["predicted"][key] is not None and row.get(key)]
+        if told:
+            real = sum(row[key] for row in told)
+            off = real / sum(row["predicted"][key] for row in told) - 1
+            parts.append(f"{word} {100 * off:+.2f} %")
+    if not parts:
+        return "No round was predicted."
+    return f"Real against predicted, all clients and rounds: {', '.join(parts)}."
 
 
 def _coverage(run: Run) -> str:

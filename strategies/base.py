@@ -9,9 +9,10 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import fields, replace
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -59,7 +60,7 @@ class SubmodelStrategy(Strategy):
         self.channels, self.federation, self.options = channels, federation, options
         self.seed, self.score_shape = seed, score_shape
         self.state: State = {}
-        self.exchange = Exchange(federation, channels, seed)
+        self.exchange = Exchange(federation, channels, seed, self.admit)
         self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
         self.done = -1  # the last round on record; 0 is the initial model, -1 nothing
         self.on_round: Callable[[Round], None] = lambda _: None
@@ -76,6 +77,9 @@ class SubmodelStrategy(Strategy):
     @abstractmethod
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Put the updates (sorted by client) into ``self.state``; return what to record."""
+
+    def admit(self, hello: Hello) -> None:
+        """Raise ``ShapeError`` when the client cannot carry what the method would send it."""
 
     def global_kept(self) -> Kept:
         """Return the channels of the global network as it is evaluated and saved."""
@@ -95,6 +99,16 @@ class SubmodelStrategy(Strategy):
     def most_bytes(self, job: Job) -> int:
         """Return the most bytes that an answer to ``job`` can have; larger ones are not read."""
         return most_bytes(job, self.channels.size, self.score_shape)
+
+    def rehearsal(self, round: int) -> Self:
+        """Return a copy whose ``jobs`` have the shapes that they will have in ``round``."""
+        twin = copy(self)
+        twin.store = lambda _: InMemory()  # what is known of a client changes values alone
+        return twin
+
+    def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
+        """Return arrays shaped as the method's own in an ordinary reply to ``job``."""
+        return {}
 
     def memory(self) -> dict[str, Tensor]:
         """Return the method's server state beside the model, for the checkpoint.
@@ -170,7 +184,9 @@ class SubmodelStrategy(Strategy):
     ) -> Iterable[Message]:
         """Sample clients and write each its own job."""
         self.exchange.greet(grid)
-        self._round = Round(server_round, refused=dict(self.exchange.roster.refused))
+        self._round = Round(
+            server_round, refused=self.exchange.roster.refused | self.exchange.refused
+        )
         sampled = [self.exchange.clients[c] for c in self.exchange.sample(server_round, grid)]
         for client, job in self.jobs(sampled, server_round).items():
             self._round.jobs[client] = replace(job, evaluate=self.evaluates(server_round))

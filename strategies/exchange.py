@@ -85,9 +85,16 @@ class FederationOptions:
 class Exchange:
     """The clients met so far and the messages of the exchange under way."""
 
-    def __init__(self, federation: FederationOptions, channels: ChannelMap, seed: int) -> None:
-        self.federation, self.channels, self.seed = federation, channels, seed
+    def __init__(
+        self,
+        federation: FederationOptions,
+        channels: ChannelMap,
+        seed: int,
+        admit: Callable[[Hello], None] = lambda _: None,
+    ) -> None:
+        self.federation, self.channels, self.seed, self.admit = federation, channels, seed, admit
         self.roster = Roster(federation.bind_keys)
+        self.refused: dict[str, str] = {}  # client that cannot take part to the reason
         self._met: set[int] = set()
         self._tries: Counter[int] = Counter()
         self._sent: list[tuple[Message, Job]] = []
@@ -109,12 +116,14 @@ class Exchange:
         Raises
         ------
         RuntimeError
-            Too few are there after ``wait`` seconds.
+            Too few are there after ``wait`` seconds, or one of them cannot take part.
         """
         begin, known = time.monotonic(), set(self.clients)
         reasons: dict[int, str] = {}
         while True:
             reasons |= self.greet(grid)
+            if self.refused:
+                raise RuntimeError("; ".join(f"{c}: {why}" for c, why in self.refused.items()))
             present, absent = len(self.roster.node), sorted(known - self.roster.node.keys())
             if (not absent) if known else present >= self.federation.clients:
                 return
@@ -158,11 +167,25 @@ class Exchange:
             try:
                 if reply is None or reply.has_error():
                     raise ShapeError("no reply" if reply is None else _reason(reply))
-                self.roster.introduce(node, decode_hellos(reply.content, self.federation.clients))
+                hellos = decode_hellos(reply.content, self.federation.clients)
+                self.roster.introduce(node, [hello for hello in hellos if self._admits(hello)])
                 self._met.add(node)
             except ShapeError as error:
                 reasons[node] = f"hello failed: {one_line(str(error))}"
         return reasons
+
+    def _admits(self, client: Hello) -> bool:
+        """Tell whether ``client`` can take part, by its own word and by the method's."""
+        self.refused.pop(client.client, None)
+        refusal = client.refusal
+        try:
+            self.admit(client)
+        except ShapeError as error:
+            refusal = str(error)
+        if refusal:
+            self.refused[client.client] = one_line(refusal)
+            log(WARNING, "%s does not take part: %s", client.client, one_line(refusal))
+        return not refusal
 
     def sample(self, round: int, grid: Grid) -> list[str]:
         """Return the clients of ``round``, sorted: ``fraction`` of all, of those that are there."""

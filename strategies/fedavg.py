@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from strategies.base import SubmodelStrategy
+from strategies.errors import ShapeError
 from strategies.local import ClientHalf
 from strategies.ops.average import weighted_mean
 from strategies.records import Hello, Job, Update
@@ -41,6 +42,17 @@ class FedAvg(SubmodelStrategy):
     """Server half."""
 
     options: FedAvgOptions
+
+    def admit(self, hello: Hello) -> None:
+        """Refuse a device that cannot carry the one network."""
+        keep = 1.0 if hello.keep is None else hello.keep
+        carried = self.channels.prefix(keep)
+        if any(len(carried[group]) < len(index) for group, index in self.global_kept().items()):
+            raise ShapeError(
+                f"the device carries keep = {keep:g}, fedavg trains one network of keep = "
+                f"{self.options.keep:g} everywhere: set fedavg.keep={keep:g} or less, or "
+                "strategy.name='subflot' or 'fedfip', which fit each client's network to its device"
+            )
 
     def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Send the whole network."""

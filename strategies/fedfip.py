@@ -24,13 +24,18 @@ Differences from the paper
 - Between those rounds Fisher is uploaded for shared channels alone: few clients hold a private one,
   those where it is large, and their mean would bias the mask and tell which channels are private.
 - Signatures are made of the gate Fisher, whose gradient L_con has, also with ``fisher = "weight"``.
+- Beyond the paper: a device that carries less than M_g trains the top of M_g's ranking (the leading
+  channels before there is one) and uploads exactly that; an entry is averaged over those that hold
+  it, Fisher over those that measured it. Its distribution over fewer channels compares with nobody
+  else's, so it sends no signatures and gets no prototypes. No device gets private channels or a
+  Fisher pass beyond what it carries; a channel that none has measured is not in M_g.
 - L_con is differentiated for real through the Fisher (``dsr-grad``); a constant V has no gradient.
   It is estimated on its own batches of one domain in turn, scaled to the sum over domains.
 """
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -48,7 +53,7 @@ from strategies.ops.contrastive import (
     structural_loss,
 )
 from strategies.ops.fisher import cap_per_domain, federate, gate_fisher, pool, renew, weight_fisher
-from strategies.ops.select import jaccard, reactivate, tied, top_channels
+from strategies.ops.select import jaccard, nested, reactivate, tied, top_channels
 from strategies.records import Hello, Job, Update
 from strategies.signatures import (
     check_fisher,
@@ -131,18 +136,14 @@ class FedFIP(SubmodelStrategy):
         self.trained_mask = self.mask  # M_g of the last merged round
         self.prototypes: dict[int, Tensor] = {}
         self.selected = self.refreshed = 0  # the rounds of the last mask, of the last dense Fisher
+        self._narrow: dict[str, Kept] = {}  # of this round: what cannot be M_g whole
 
     def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Send w restricted to M_g and the prototypes; the dense w when Fisher is refreshed."""
-        kept, refresh = self.channels.kept(self.mask), self._refreshes(round)
-        # Without SA private channels are the server's too, so clients need all of them.
-        dense = refresh or not self.options.sa
-        state = self.state if dense else extract(self.state, self.channels, kept)
-        sent = self.channels.full() if dense else kept
-        extras = {"refresh": torch.tensor(refresh)}
-        if self.options.regularises:
-            extras |= write_prototypes(self.prototypes, self.mask)
-        return {c.client: Job(c.client, round, kept, state, sent, extras) for c in clients}
+        made = {keep: self._job(keep, round) for keep in {c.keep for c in clients}}
+        jobs = {c.client: replace(made[c.keep], client=c.client) for c in clients}
+        self._narrow = {client: job.kept for client, job in jobs.items() if narrow(job)}
+        return jobs
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Aggregate what is shared (SA), then the next mask (DSFP) and prototypes (DSR)."""
@@ -151,15 +152,17 @@ class FedFIP(SubmodelStrategy):
         dense = self._refreshes(round)
         if dense or self.mask.all():
             self.refreshed = round
-        if options.sa:
+        alike = not any(u.client in self._narrow for u in updates)
+        if options.sa and alike:
             shared = weighted_mean([u.state for u in updates], weights)
             scatter(shared, self.channels, self.channels.kept(self.mask), self.state)
         else:
-            subs = [(u.state, self._held(u)) for u in updates]
+            subs = [(u.state, self._sent(u)) for u in updates]
             self.state = average_overlap(self.state, self.channels, subs, weights)
         diagnostics: dict[str, Any] = {"refresh": dense}
         if options.dsr:
-            uploads = [read_signatures(u.extras, self.mask) for u in updates]
+            signing = [u for u in updates if u.client not in self._narrow]
+            uploads = [read_signatures(u.extras, self.mask) for u in signing]
             self.prototypes = move_prototypes(self.prototypes, uploads, options.mu)
             diagnostics["prototype_share"] = self._shares()
         if options.dsfp:
@@ -186,9 +189,38 @@ class FedFIP(SubmodelStrategy):
         """Check the Fisher vector and the signatures."""
         if self.options.dsfp:
             check_fisher(update.extras, self.channels.size)
-        if self.options.dsr:
+        if self.options.dsr and not narrow(job):
             shared, domains = int(self.mask.sum()), self.score_shape[0]
             check_signatures(update.extras, shared, domains, update.samples)
+
+    def rehearsal(self, round: int) -> "FedFIP":
+        """Return a copy whose channels are all alike important, without a refresh of Fisher."""
+        twin, hellos = super().rehearsal(round), self.exchange.clients.values()
+        twin.mask, twin.importance = np.ones_like(self.mask), None
+        twin.selected, twin.refreshed, twin.prototypes = 0, round, {}
+        if self.options.dsfp and round > 1:
+            widest = self.channels.prefix(max((h.keep or 1.0 for h in hellos), default=1.0))
+            measured = torch.from_numpy(self.channels.mask(widest))
+            twin.importance = torch.where(measured, 1.0, math.nan)
+            twin._next_mask(round - 1)
+        twin.trained_mask = twin.mask
+        if self.options.dsr and round > 1:
+            signing = [h for h in hellos if np.array_equal(twin._carried(h.keep), twin.mask)]
+            domains = {domain for h in signing for domain in h.domains}
+            twin.prototypes = {k: torch.ones(self.channels.size) for k in range(len(domains))}
+        return twin
+
+    def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
+        """Return Fisher and signatures of the shapes that the client will send."""
+        extras: dict[str, Tensor] = {}
+        if self.options.dsfp:
+            extras["fisher"] = torch.zeros(self.channels.size)
+        if self.options.dsr and not narrow(job):
+            rows = dict.fromkeys(range(len(hello.domains)), torch.ones(int(self.mask.sum())))
+            extras |= write_signatures(rows, dict.fromkeys(rows, 1))
+        if not self.options.sa:
+            extras["held"] = pack_mask(self.channels.mask(job.kept))
+        return extras
 
     def memory(self) -> dict[str, Tensor]:
         """Return F_g, the masks and the prototypes."""
@@ -210,6 +242,31 @@ class FedFIP(SubmodelStrategy):
             if name.startswith("prototype.")
         }
 
+    def _job(self, keep: float | None, round: int) -> Job:
+        """Return the job of clients whose device carries ``keep``; None = everything."""
+        most = self._most(keep)
+        whole, mask = most == self.channels.groups, self._carried(keep)
+        kept, refresh = self.channels.kept(mask), whole and self._refreshes(round)
+        # Without SA private channels are the server's too, so clients need all of them.
+        dense = whole and (refresh or not self.options.sa)
+        state = self.state if dense else extract(self.state, self.channels, kept)
+        sent = self.channels.full() if dense else kept
+        extras = {"refresh": torch.tensor(refresh)}
+        cut = not np.array_equal(mask, self.mask)
+        if not whole:
+            private = [0 if cut or not self.options.sa else most[g] - len(kept[g]) for g in kept]
+            extras |= {"narrow": torch.tensor(cut), "room": torch.tensor(private)}
+        if self.options.regularises and not cut:
+            extras |= write_prototypes(self.prototypes, self.mask)
+        return Job("", round, kept, state, sent, extras)
+
+    def _most(self, keep: float | None) -> dict[str, int]:
+        return {group: len(index) for group, index in self.channels.prefix(keep or 1.0).items()}
+
+    def _carried(self, keep: float | None) -> np.ndarray:
+        """Return M_g, or the top of it where the device carries less."""
+        return nested(self.importance, self.mask, self.channels, self._most(keep))
+
     def _refreshes(self, round: int) -> bool:
         every = self.options.fisher_refresh
         due = every > 0 and round - self.refreshed >= every
@@ -228,6 +285,7 @@ class FedFIP(SubmodelStrategy):
                 minimum=o.minimum,
                 whole=() if o.prune_residual else tied(self.channels),
             )
+            self.mask &= ~self.importance.isnan().numpy()  # nobody carries these
             self.prototypes = reproject(self.prototypes, self.mask)
             self.selected = round
         return jaccard(before, self.mask)
@@ -238,6 +296,12 @@ class FedFIP(SubmodelStrategy):
             str(k): {g: round(float(v.sum()), 4) for g, v in self.channels.split(p).items()}
             for k, p in sorted(self.prototypes.items())
         }
+
+    def _sent(self, update: Update) -> Kept:
+        """Return the channels of an update that is merged."""
+        if not self.options.sa:
+            return self._held(update)
+        return self._narrow.get(update.client) or self.channels.kept(self.mask)
 
     def _held(self, update: Update) -> Kept:
         packed = update.extras.get("held", torch.empty(0))
@@ -254,7 +318,7 @@ class FedFIPClient(ClientHalf):
         begin, channels = time.perf_counter(), self.me.channels
         memory = self.me.memory.load(job.round) if self.options.reactivates else {}
         mask = channels.mask(job.kept)
-        private = self._reactivated(memory.get("fisher"), mask)
+        private = self._reactivated(memory.get("fisher"), mask, job.extras.get("room"))
         held = channels.kept(mask | private)
         seen = self._take_up(job, memory, held)
 
@@ -273,7 +337,7 @@ class FedFIPClient(ClientHalf):
                 if not refreshes(job):
                     shared[torch.from_numpy(~mask)] = math.nan
                 extras["fisher"] = shared
-            if self.options.dsr:
+            if self.options.dsr and not narrow(job):
                 if kind != "gate":
                     per_domain = self._measure("gate", job, model, held, seen)
                 extras |= write_signatures(self._signatures(per_domain, mask), counts)
@@ -289,13 +353,18 @@ class FedFIPClient(ClientHalf):
             job, model, trained, begin, state=state, extras=extras, private=int(private.sum())
         )
 
-    def _reactivated(self, fisher: Tensor | None, mask: np.ndarray) -> np.ndarray:
+    def _reactivated(
+        self, fisher: Tensor | None, mask: np.ndarray, room: Tensor | None = None
+    ) -> np.ndarray:
+        """Return R_i; ``room`` is how many channels of each group the device carries beyond M_g."""
         if fisher is None or not self.options.reactivates:
             return np.zeros_like(mask)
-        o = self.options
-        return reactivate(
-            fisher, mask, self.me.channels, phi=o.phi, mode=o.phi_mode, budget=o.react_max
-        )
+        o, channels = self.options, self.me.channels
+        chosen = reactivate(fisher, mask, channels, phi=o.phi, mode=o.phi_mode, budget=o.react_max)
+        if room is None:
+            return chosen
+        most = dict(zip(channels.groups, room.tolist(), strict=True))
+        return nested(fisher, chosen, channels, most)
 
     def _take_up(self, job: Job, memory: dict[str, Tensor], held: Kept) -> State:
         """Return the dense weights as this client sees them now.
@@ -305,7 +374,7 @@ class FedFIPClient(ClientHalf):
         Without structure-aware aggregation everything is what the server sent.
         """
         channels = self.me.channels
-        if not self.options.sa:
+        if not self.options.sa and job.sent is not job.kept:
             return {k: v.clone() for k, v in job.state.items()}
         own = {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
         seen = own or {k: v.clone() for k, v in cpu_state(self.me.model).items()}
@@ -399,3 +468,8 @@ class Contrast:
 def refreshes(job: Job) -> bool:
     """Whether ``job`` brings the dense weights for the Fisher of pruned channels."""
     return bool(job.extras["refresh"])
+
+
+def narrow(job: Job) -> bool:
+    """Whether ``job`` is of less than M_g, for a device that cannot carry it."""
+    return "narrow" in job.extras and bool(job.extras["narrow"])

@@ -1,6 +1,7 @@
 """How a client introduces itself, and what of it the server believes."""
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 
@@ -8,7 +9,14 @@ from flwr.app import ConfigRecord, RecordDict
 
 from strategies.errors import ShapeError
 
-__all__ = ["MOST_SAMPLES", "Hello", "check_client_id", "decode_hellos", "encode_hellos"]
+__all__ = [
+    "MOST_SAMPLES",
+    "Hello",
+    "check_client_id",
+    "decode_hellos",
+    "encode_hellos",
+    "read_hello",
+]
 
 LONGEST_HELLO = 2**16
 """Characters of one introduction."""
@@ -28,11 +36,20 @@ class Hello:
         Samples per domain.
     keep : float or None
         Fraction of width that the device can carry, 1.0 = the dense network; None = not said.
+    trained : int or None
+        Samples that it trains on; None = not said.
+    speed : float or None
+        Training FLOPs per second, as measured on the device; None = not measured.
+    refusal : str
+        Why this client cannot take part; empty if it can.
     """
 
     client: str
     domains: dict[str, int]
     keep: float | None = None
+    trained: int | None = None
+    speed: float | None = None
+    refusal: str = ""
 
 
 def encode_hellos(hellos: list[Hello]) -> RecordDict:
@@ -54,7 +71,7 @@ def decode_hellos(content: RecordDict, most: int) -> list[Hello]:
             raise TypeError(f"clients is a {type(texts).__name__}, not a list")
         if len(texts) > most:
             raise ValueError(f"{len(texts)} clients on one node, federation.clients is {most}")
-        hellos = [_hello(text) for text in texts]
+        hellos = [read_hello(text) for text in texts]
         if len({hello.client for hello in hellos}) < len(hellos):
             raise ValueError("the same client twice on one node")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -64,7 +81,14 @@ def decode_hellos(content: RecordDict, most: int) -> list[Hello]:
     return hellos
 
 
-def _hello(text: object) -> Hello:
+def read_hello(text: object) -> Hello:
+    """Read the introduction of one client, as JSON.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field is unknown, missing, of another type or out of range.
+    """
     if not isinstance(text, str) or len(text) > LONGEST_HELLO:
         raise TypeError(f"a client's introduction is a text of at most {LONGEST_HELLO} characters")
     hello = Hello(**json.loads(text))
@@ -73,9 +97,20 @@ def _hello(text: object) -> Hello:
         type(n) is int and 0 < n <= MOST_SAMPLES for n in hello.domains.values()
     ):
         raise TypeError(f"domains {hello.domains!r} of {hello.client} are not samples per domain")
-    if hello.keep is not None and (type(hello.keep) not in (int, float) or not 0 < hello.keep <= 1):
-        raise ValueError(f"keep {hello.keep!r} of {hello.client} is not in (0, 1]")
+    _check_number(hello, "keep", 1)
+    _check_number(hello, "trained", MOST_SAMPLES)
+    _check_number(hello, "speed", math.inf)
+    if not isinstance(hello.refusal, str):
+        raise TypeError(f"refusal {hello.refusal!r} of {hello.client} is not a text")
     return hello
+
+
+def _check_number(hello: Hello, name: str, most: float) -> None:
+    value = getattr(hello, name)
+    if value is None:
+        return
+    if type(value) not in (int, float) or not 0 < value <= most or math.isinf(value):
+        raise ValueError(f"{name} {value!r} of {hello.client} is not in (0, {most:g}]")
 
 
 def check_client_id(client: object) -> None:

@@ -108,15 +108,9 @@ class SubFLOTOptions:
 
     def transport(self) -> TransportOptions:
         """Return what the transport needs to know."""
-        return TransportOptions(
-            solver=self.solver,
-            squared=self.squared,
-            sweeps=self.sweeps,
-            bn_in_cost=self.bn_in_cost and not self.bn_local,
-            sketch=self.sketch,
-            reg=self.reg,
-            importance=self.importance,
-        )
+        same = ("solver", "squared", "sweeps", "sketch", "reg", "importance")
+        options = {name: getattr(self, name) for name in same}
+        return TransportOptions(bn_in_cost=self.bn_in_cost and not self.bn_local, **options)
 
 
 class SubFLOT(SubmodelStrategy):
@@ -171,10 +165,14 @@ class SubFLOT(SubmodelStrategy):
         """Take up ``memory``."""
         self.importance = memory.get("importance")
 
+    def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
+        """Return a Fisher vector of the submodel's width, where one is sent."""
+        held = sum(map(len, job.kept.values()))
+        return {"fisher": torch.zeros(held)} if self.options.importance != "none" else {}
+
     def removed(self, client: str, round: int) -> float:
         """Return rho of a client: what its device says, else drawn from ``rates``."""
-        said = self.exchange.clients[client].keep
-        if said is not None:
+        if (said := self.exchange.clients[client].keep) is not None:
             return 1 - said
         rates = self.options.removed()
         when = round if self.options.rate_mode == "dynamic" else 0
@@ -182,7 +180,7 @@ class SubFLOT(SubmodelStrategy):
         return rates[int(torch.randint(len(rates), (), generator=draw))]
 
     def _kept(self, rho: float) -> Kept:
-        return self.channels.prefix(1 - rho)
+        return self.channels.prefix(round(1 - rho, 9))  # 1 - (1 - 0.3) is not 0.3
 
     def _job(self, client: Hello, round: int) -> Job:
         rho = self.removed(client.client, round)

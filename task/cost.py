@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from task.channels import Axis, ChannelMap
 from task.modes import evaluation_mode
 
-__all__ = ["flops", "mask_counted_parameters", "parameters", "state_bytes"]
+__all__ = ["activation_bytes", "flops", "mask_counted_parameters", "parameters", "state_bytes"]
 
 
 def parameters(module: nn.Module) -> int:
@@ -58,6 +58,35 @@ def flops(module: nn.Module, example: Tensor) -> tuple[int, int]:
         if learned and output.requires_grad:
             torch.autograd.grad(output.sum(), learned, allow_unused=True)
         return forward, int(counter.get_total_flops())
+
+
+def activation_bytes(module: nn.Module, example: Tensor) -> int:
+    """Return the bytes that the backward pass of one sample needs from its forward pass.
+
+    What autograd saves, each storage once, the network's own tensors left out. Counted in
+    evaluation mode; dropout saves its mask in addition.
+
+    Parameters
+    ----------
+    module, example
+        As for `flops`.
+
+    Returns
+    -------
+    int, bytes
+    """
+    own = {t.untyped_storage().data_ptr() for t in module.state_dict(keep_vars=True).values()}
+    saved: dict[int, Tensor] = {}  # the tensors themselves, so that no address is used twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with evaluation_mode(module), torch.enable_grad(), hooks:
+        output = module(example[:1].clone())
+        del output
+    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
 
 
 def mask_counted_parameters(cmap: ChannelMap, module: nn.Module, keep: float) -> int:

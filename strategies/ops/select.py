@@ -1,7 +1,7 @@
 """Which channels stay: the best by importance, and the pruned ones a client takes back."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from strategies.errors import ShapeError
 from task.channels import Bools, ChannelMap
 
-__all__ = ["jaccard", "reactivate", "tied", "top_channels"]
+__all__ = ["jaccard", "nested", "reactivate", "tied", "top_channels"]
 
 
 def top_channels(
@@ -66,6 +66,39 @@ def top_channels(
     if scope == "global":
         return _global(parts, least, keep)
     raise ShapeError(f"scope={scope!r} is unknown; choose 'layer' or 'global'")
+
+
+def nested(
+    importance: Tensor | None, mask: Bools, cmap: ChannelMap, most: Mapping[str, int]
+) -> Bools:
+    """Choose the best of the channels in ``mask``, at most ``most[g]`` of each group.
+
+    Parameters
+    ----------
+    importance : (C,) tensor, >= 0, or None
+        NaN = not measured, chosen last; ties, and all channels with None, go by lower index.
+    mask : (C,) bool array
+        The channels to choose from.
+    most : mapping of group to int
+
+    Returns
+    -------
+    (C,) bool array
+        A subset of ``mask``, itself where ``most`` allows; nested in ``most``.
+
+    Raises
+    ------
+    ShapeError
+        Wrong shape or negative importance.
+    """
+    known = torch.zeros(cmap.size) if importance is None else importance
+    inside = _parts(torch.as_tensor(mask), cmap)
+    chosen = []
+    for name, part in _parts(known, cmap, unmeasured=True).items():
+        here = inside[name].astype(bool)
+        score = np.where(here, np.nan_to_num(part, nan=-1.0), -np.inf)
+        chosen.append(_best(score, min(most[name], int(here.sum()))))
+    return np.concatenate(chosen)
 
 
 def tied(cmap: ChannelMap) -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,18 @@ def test_the_report_of_a_run_says_everything(tmp_path: Path) -> None:
     assert "| client-01 | 1, 3 | ShapeError: a\\|b second line |" in text
     for word in ("global best", "personal last", "personal best", "`fedfip.warmup`", "torch: 2.14"):
         assert word in text
+
+
+def test_the_report_says_how_far_the_plan_was_from_what_came(run: Run) -> None:
+    assert "No round was predicted." in markdown(run)
+    predicted = {"bytes_up": 400_000, "bytes_down": 1_000_000, "seconds": None}
+    predicted |= {"parameters": 700, "round_flops": 10}
+    clients = [{**row, "predicted": predicted, "round_flops": 11} for row in run.clients]
+    clients[0] |= {"failure": "late", "bytes_up": 10**9}
+    assert (
+        "Real against predicted, all clients and rounds: bytes up +25.00 %, bytes down +0.00 %, "
+        "parameters +0.00 %, training FLOPs +10.00 %." in markdown(replace(run, clients=clients))
+    )
 
 
 def test_a_report_lands_in_the_folder_with_its_plots_and_leaves_no_draft(tmp_path: Path) -> None:

@@ -89,6 +89,36 @@ def test_clients_rows_add_up_to_the_round(runs):
         assert all(c["parameters"] >= row["parameters"] for c in own)
 
 
+def test_a_run_leaves_its_plan_and_a_receipt_per_client(runs):
+    plan = json.loads((runs[0] / "plan.json").read_text())
+    assert (plan["round"], plan["refused"]) == (2, {})
+    first, second = plan["round_1"], plan["clients"]
+    assert [row["client"] for row in second] == [f"client-{i:02d}" for i in range(4)]
+    receipts = rows(runs[0], "clients.jsonl")
+    for row in receipts:
+        planned = {r["client"]: r for r in (first if row["round"] == 1 else second)}
+        assert row["predicted"] == {
+            k: v for k, v in planned[row["client"]].items() if k != "client"
+        }
+    for row in receipts[:4]:  # dense: neither private channels nor a refresh
+        for key in ("parameters", "flops", "train_flops", "round_flops"):
+            assert row[key] == row["predicted"][key]
+        assert abs(row["bytes_up"] - row["predicted"]["bytes_up"]) <= 8
+        assert abs(row["bytes_down"] - row["predicted"]["bytes_down"]) <= 8
+    assert "Real against predicted, all clients and rounds: bytes up" in (
+        (runs[0] / "report.md").read_text()
+    )
+
+
+def test_a_device_whose_budget_no_network_meets_ends_the_run_before_round_1(tmp_path):
+    options = {**OPTIONS, "run.output-dir": str(tmp_path)}
+    message = r"^client-01: budget-mflops = 1e-06: not even the narrowest network fits, which takes"
+    with pytest.raises(RuntimeError, match=message):
+        inprocess.run(options, node_configs=[{"keep": 0.5}, {"budget-mflops": 1e-6}])
+    (folder,) = tmp_path.iterdir()
+    assert not (folder / "metrics.jsonl").exists()
+
+
 def test_the_saved_model_is_the_one_that_was_scored(runs):
     from fedsparse_app.workload import workload
     from task.submodel import slice_module

@@ -60,7 +60,7 @@ class Federation:
     """The server half of a method and its clients in one process, talking through Flower's records.
 
     ``tamper`` maps a client name to what becomes of its reply content: a function of the content,
-    or an exception to raise, or None for silence.
+    or an exception to raise, or None for silence. ``keeps`` maps it to what its device carries.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class Federation:
         federation=None,
         nodes=None,
         training=None,
+        keeps=None,
         **options,
     ):
         self.model = network()
         self.channels = channel_map()
         made = STRATEGIES[method].options(**options)
-        self.rounds, self.tamper = [], tamper or {}
+        self.rounds, self.tamper, self.keeps = [], tamper or {}, keeps or {}
         self.server = STRATEGIES[method].server(
             self.channels,
             replace(
@@ -120,7 +121,8 @@ class Federation:
         def hello(message, context):
             node, nodes = (context.node_config[k] for k in ("partition-id", "num-partitions"))
             names = [name for i, name in enumerate(self.halves) if i % nodes == node]
-            return Message(encode_hellos([Hello(n, {"0": 26}) for n in names]), reply_to=message)
+            hellos = [Hello(n, self.domains(n), self.keeps.get(n)) for n in names]
+            return Message(encode_hellos(hellos), reply_to=message)
 
         @app.train()
         def train(message, context):
@@ -133,6 +135,13 @@ class Federation:
             return self.reply(message, job, lambda half: encode_scores(half.evaluate(job)))
 
         return app
+
+    def domains(self, client):
+        me, counts = self.halves[client].me, {}
+        for half in (me.train, me.test):
+            for k, n in half.counts().items():
+                counts[str(k)] = counts.get(str(k), 0) + n
+        return counts
 
     def reply(self, message, job, answer):
         check_job(job, self.model.state_dict(), self.channels)

@@ -87,17 +87,14 @@ def test_a_capacity_that_changes_gets_the_history_in_its_new_width():
     assert not any(r.failures for r in run.rounds)
 
 
-def test_a_device_states_its_own_capacity(monkeypatch):
-    import tests.strategies.federation as module
-
-    class Hello(module.Hello):
-        def __init__(self, client, domains):
-            super().__init__(client, domains, keep=0.5)
-
-    monkeypatch.setattr(module, "Hello", Hello)
-    run = Federation("subflot")
+def test_a_device_states_its_own_capacity():
+    keeps = {f"client-{i:02d}": keep for i, keep in enumerate((0.25, 0.3, 0.5, 1.0))}
+    run = Federation("subflot", keeps=keeps)
     run.run(rounds=1)
-    assert {float(job.extras["rho"]) for job in run.rounds[1].jobs.values()} == {0.5}
+    for client, keep in keeps.items():
+        job = run.rounds[1].jobs[client]
+        assert float(job.extras["rho"]) == pytest.approx(1 - keep)
+        assert all(len(job.kept[g]) == len(i) for g, i in run.channels.prefix(keep).items())
 
 
 def test_capacities_are_drawn_once_from_the_rates_by_the_seed():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from task.channels import Axis, ChannelMap
 from task.cost import (
+    activation_bytes,
     flops,
     mask_counted_parameters,
     parameters,
@@ -207,3 +208,12 @@ def test_costs_fall_with_width_and_are_those_of_the_dense_network_at_full_width(
         counts = [cost(net) for net in nets]
         assert counts == sorted(set(counts))
         assert counts[-1] == cost(model)
+
+
+def test_activations_are_what_the_backward_pass_needs_each_once():
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Sigmoid())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    # input 5, output of the ReLU 7 (for itself and the next layer), output of the sigmoid 3
+    assert activation_bytes(model, torch.randn(4, 5)) == 4 * (5 + 7 + 3)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert model.training
