@@ -11,10 +11,12 @@ from flwr.supercore import log
 from fedsparse_app.config import Config, read
 from fedsparse_app.files import write_atomically
 from fedsparse_app.recorder import Recorder
+from fedsparse_app.shares import attended, with_test_set
 from fedsparse_app.state import ClientState
 from fedsparse_app.workload import Workload, client_ids, split, workload
 from strategies import STRATEGIES
 from strategies.base import SubmodelStrategy
+from task.data.folder import NAME as FOLDER
 from task.data.partition import counts
 
 __all__ = ["app", "make_strategy"]
@@ -26,9 +28,9 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     try:
-        config = read(context.run_config)
+        config = attended(read(context.run_config))
         torch.set_num_threads(config.run.threads)
-        work = workload(config)
+        work = with_test_set(workload(config), config)
         partition = _partition(config, work)
     except ValueError as error:
         log(ERROR, "%s: %s", type(error).__name__, error)
@@ -38,7 +40,8 @@ def main(grid: Grid, context: Context) -> None:
     strategy = make_strategy(config, work)
     strategy.summary()
     recorder = Recorder(folder, config, work, strategy)
-    write_atomically(folder / "partition.json", json.dumps(partition).encode())
+    if partition is not None:
+        write_atomically(folder / "partition.json", json.dumps(partition).encode())
     strategy.on_round = recorder
     strategy.store = lambda client: ClientState(folder / "histories", client)
     strategy.start(
@@ -63,8 +66,13 @@ def make_strategy(config: Config, work: Workload) -> SubmodelStrategy:
     )
 
 
-def _partition(config: Config, work: Workload) -> dict[str, object]:
-    """Split the data now, so that an impossible split is known before round 1."""
+def _partition(config: Config, work: Workload) -> dict[str, object] | None:
+    """Split the data now, so that an impossible split is known before round 1.
+
+    None where only the clients can say what they hold: the recorder writes down what they say.
+    """
+    if config.data.name == FOLDER:
+        return None
     shares = split(config.data.name, config.partition, config.federation.clients)
     data, names = work.data, client_ids(config.federation.clients)
     return {

@@ -1,7 +1,7 @@
 """How a client introduces itself, and what can be wrong with that."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Hello", "read_hello"]
 
@@ -24,6 +24,10 @@ class Hello:
         Training FLOPs per second, as measured on the device; None = not measured.
     refusal : str
         Why this client cannot take part; empty if it can.
+    classes : list of int
+        Samples of each class; empty = not said.
+    skipped : int
+        Files of its data that it cannot read.
     """
 
     client: str
@@ -32,6 +36,8 @@ class Hello:
     trained: int | None = None
     speed: float | None = None
     refusal: str = ""
+    classes: list[int] = field(default_factory=list)
+    skipped: int = 0
 
 
 def read_hello(text: str) -> Hello:
@@ -56,4 +62,10 @@ def read_hello(text: str) -> Hello:
             raise ValueError(f"{name} {value!r} of {hello.client} is not positive and finite")
     if not isinstance(hello.refusal, str):
         raise TypeError(f"refusal {hello.refusal!r} of {hello.client} is not a text")
+    if not isinstance(hello.classes, list) or not all(
+        type(n) is int and n >= 0 for n in (*hello.classes, hello.skipped)
+    ):
+        raise TypeError(
+            f"classes {hello.classes!r}, skipped {hello.skipped!r} of {hello.client} are no counts"
+        )
     return hello
