@@ -1,4 +1,4 @@
-"""The command line: ``fedsparse run``, ``plan``, ``report`` and ``channels``."""
+"""The command line: ``fedsparse run``, ``plan``, ``report``, ``channels`` and ``data``."""
 
 import json
 import sys
@@ -137,6 +137,32 @@ def plan(
     for client, reason in made["refused"].items():
         typer.secho(f"error: {client}: {reason}", fg="red", err=True)
     raise typer.Exit(2 if made["refused"] else 0)
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(help="Name of an embedded data set, digits.")],
+    out: Annotated[Path, typer.Option(help="New folder to write to.")],
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 4,
+    config: Annotated[
+        list[str] | None,
+        typer.Option("-c", "--run-config", help='Options "partition.key=value ..." or a file.'),
+    ] = None,
+) -> None:
+    """Write a data set as folders of images, one per client, for data.name="folder"."""
+    from fedsparse_app import trees
+    from fedsparse_app.config import read
+    from fedsparse_app.overrides import parse_overrides
+    from task.data import load
+
+    with _plain_errors():
+        out, data_set = out.expanduser().resolve(), load(name)
+        options = parse_overrides(config or ()) | {"federation.clients": clients}
+        held = trees.write_trees(out, data_set, read(options))
+    for folder, domains in held.items():
+        parts = ", ".join(f"{domain} {count}" for domain, count in domains.items())
+        typer.echo(f"{out / folder}: {sum(domains.values())} images ({parts})")
+    typer.echo(trees.commands(out, data_set, list(held)))
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from flwr.supercore import log
 
 from fedsparse_app.capacity import with_capacity
 from fedsparse_app.config import Config, read
-from fedsparse_app.errors import ConfigError
+from fedsparse_app.shares import served, tell_skipped
 from fedsparse_app.state import ClientState
-from fedsparse_app.workload import client_ids, client_share, device, split, workload
+from fedsparse_app.workload import device, workload
 from strategies import STRATEGIES
 from strategies.local import ClientHalf, Participant
 from strategies.records import (
@@ -27,7 +27,7 @@ from strategies.records import (
     encode_update,
 )
 from strategies.rounds import check_job
-from task.data import load
+from task.errors import DataError
 
 __all__ = ["app", "introductions"]
 
@@ -78,35 +78,18 @@ def _reply(message: Message, context: Context, answer: Callable[[Config], Record
         return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
 
-def _served(config: Config, node: Mapping[str, Any]) -> dict[str, int]:
-    """Return the clients of this node: name -> share of the data.
-
-    Clients are dealt over the nodes, so that any number of simulated SuperNodes serves them all.
-    """
-    clients = config.federation.clients
-    if "partition-id" not in node:
-        raise ConfigError(
-            "node config has no partition-id, the share of the data that this node holds: start "
-            f'flower-supernode with --node-config "partition-id=0 num-partitions={clients}"'
-        )
-    number = int(node["partition-id"])
-    nodes = int(node.get("num-partitions", clients))
-    if "client-id" in node:
-        return {str(node["client-id"]): number}
-    return {name: i for i, name in enumerate(client_ids(clients)) if i % nodes == number}
-
-
 def introductions(config: Config, node: Mapping[str, Any]) -> list[Hello]:
     """Return the introductions of the clients that a node with this node config serves."""
     device(config)  # an impossible device is refused before round 1
-    data = load(config.data.name)
-    rows = split(config.data.name, config.partition, config.federation.clients)
-    hellos = []
-    for name, index in _served(config, node).items():
-        held = torch.bincount(data.train.domain[rows[index]], minlength=len(data.domains))
-        domains = {k: int(n) for k, n in zip(data.domains, held, strict=True) if n}
-        hello = Hello(name, domains, trained=len(client_share(config, index)[0]))
-        hellos.append(with_capacity(hello, node, config))
+    data, hellos = workload(config).data, []
+    for name, load in served(config, node).items():
+        try:
+            share = load()
+        except DataError as error:
+            hellos.append(Hello(name, {}, refusal=str(error)))
+            continue
+        tell_skipped(name, share.skipped)
+        hellos.append(with_capacity(share.hello(name, data), node, config))
     return hellos
 
 
@@ -115,17 +98,17 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
     work = workload(config)
     job = decode_job(message.content, work.channels)
     check_job(job, work.model.state_dict(), work.channels)
-    served = _served(config, context.node_config)
-    if job.client not in served:
-        raise ValueError(f"{job.client} is not served by this node, which has {sorted(served)}")
+    mine = served(config, context.node_config)
+    if job.client not in mine:
+        raise ValueError(f"{job.client} is not served by this node, which has {sorted(mine)}")
     place = device(config)
-    train_share, test_share = client_share(config, served[job.client])
+    share = mine[job.client]()
     me = Participant(
         id=job.client,
         model=work.model,
         channels=work.channels,
-        train=train_share.to(place),
-        test=test_share.to(place),
+        train=share.train.to(place),
+        test=share.test.to(place),
         score_shape=work.score_shape,
         training=config.train,
         seed=config.run.seed,

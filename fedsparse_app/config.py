@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.overrides import Scalar
 from strategies import STRATEGIES, FederationOptions
-from task.data import DATASETS
+from task.data import DATASETS, folder
+from task.data.options import DataOptions
 from task.data.partition import PartitionOptions
 from task.errors import did_you_mean
 from task.models import MODELS
@@ -35,13 +36,6 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Which data set."""
-
-    name: str = "digits"
 
 
 @dataclass(frozen=True)
@@ -124,8 +118,15 @@ def read(run_config: Mapping[str, Any]) -> Config:
     read_section = {
         section: _section(section, options, run_config) for section, options in SECTIONS.items()
     }
-    for section, table in (("strategy", STRATEGIES), ("data", DATASETS), ("model", MODELS)):
+    tables: dict[str, Iterable[str]] = {
+        "strategy": STRATEGIES,
+        "data": (*DATASETS, folder.NAME),
+        "model": MODELS,
+    }
+    for section, table in tables.items():
         _check_name(f"{section}.name", read_section[section].name, table)
+    if read_section["data"].name == folder.NAME:
+        _check_judge(read_section["data"], read_section["federation"])
     names = [field.name for field in fields(Config) if field.name != "method"]
     return Config(
         **{name: read_section[name] for name in names},
@@ -146,6 +147,14 @@ def _section(section: str, options: type[Any], run_config: Mapping[str, Any]) ->
     except ValueError as error:
         raise ConfigError(f"{section}.{error}") from None
     return made
+
+
+def _check_judge(data: DataOptions, federation: FederationOptions) -> None:
+    if federation.evaluate_on == "server" and not data.test_dir:
+        raise ConfigError(
+            "federation.evaluate-on = 'server': the server sees no client's images; set "
+            "data.test-dir to a folder of its own, or federation.evaluate-on='clients'"
+        )
 
 
 def _check_name(key: str, name: str, table: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 from dataclasses import asdict
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from fedsparse_app.recipe import recipe_toml
 from fedsparse_app.workload import Workload
 from strategies.base import SubmodelStrategy
 from strategies.ops.average import coverage
-from strategies.records import Update, encode_update, wire_bytes
+from strategies.records import Hello, Update, encode_update, wire_bytes
 from strategies.rounds import Round
 from task.channels import Kept
 from task.cost import mask_counted_parameters
+from task.data.folder import NAME as FOLDER
 from task.submodel import extract, slice_module
 from task.train import Scores, evaluate
 
@@ -51,6 +52,7 @@ class Recorder:
         self.begin = self.last = time.monotonic()
         self.first = 0  # the round after which this process began
         self.personal: dict[str, float] = {}
+        self.met: dict[str, Hello] = {}  # as partition.json has them
         self.shapes = {name: tuple(p.shape) for name, p in work.model.named_parameters()}
         self.dense = work.costs(work.model)
         self.dense_bytes = _dense_upload(work)
@@ -66,6 +68,8 @@ class Recorder:
         network = slice_module(self.work.model, self.work.channels, kept, state)
         row = self._row(round, kept, network, self._global_scores(round, network))
         now = time.monotonic()
+        if self.work.data.name == FOLDER:
+            self._partition()
         if round.number == 0:
             plan = json.dumps(document(self.planner), indent=1).encode()
             write_atomically(self.folder / "plan.json", plan)
@@ -210,6 +214,22 @@ class Recorder:
                 "domains": {names[k]: [right[k], n] for k, n in enumerate(seen) if n},
             }
         return row
+
+    def _partition(self) -> None:
+        """Write who holds what, as the clients introduced themselves, when that has changed."""
+        clients = dict(sorted(self.strategy.exchange.clients.items()))
+        if clients == self.met:
+            return
+        for name, hello in clients.items():
+            if hello.skipped and hello != self.met.get(name):
+                log(WARNING, "%s: files skipped: %d", name, hello.skipped)
+        self.met, data = clients, self.work.data
+        held = {
+            name: {"domains": hello.domains, "classes": hello.classes, "skipped": hello.skipped}
+            for name, hello in clients.items()
+        }
+        table = {"domains": data.domains, "classes": data.classes, "clients": held}
+        write_atomically(self.folder / "partition.json", json.dumps(table).encode())
 
     def _log(self, row: dict[str, Any], now: float) -> None:
         rounds, number = self.config.run.rounds, row["round"]

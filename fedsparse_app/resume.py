@@ -63,7 +63,7 @@ def resumed(config: Config, folder: Path, initial: State, partition: object) -> 
     ----------
     initial : State
         Of the network that ``config`` describes.
-    partition : json
+    partition : json or None
         The split that ``config`` describes.
 
     Raises
@@ -77,7 +77,8 @@ def resumed(config: Config, folder: Path, initial: State, partition: object) -> 
     _check_options(folder, config.flat(), checkpoint.options)
     _check_rounds(folder, checkpoint.round, config.run.rounds)
     _check_model(folder, checkpoint.model, initial)
-    _check_partition(folder / "partition.json", partition)
+    if partition is not None:
+        _check_partition(folder / "partition.json", partition)
     cut(folder, checkpoint.round)
     sweep(folder)
     for root in (folder / "histories", folder / "clients"):

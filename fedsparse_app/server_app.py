@@ -16,10 +16,12 @@ from fedsparse_app.config import Config, read
 from fedsparse_app.files import write_atomically
 from fedsparse_app.recorder import Recorder
 from fedsparse_app.resume import open_folder, resumed
+from fedsparse_app.shares import attended, with_test_set
 from fedsparse_app.state import ClientState
 from fedsparse_app.workload import Workload, client_ids, split, workload
 from strategies import STRATEGIES
 from strategies.base import SubmodelStrategy
+from task.data.folder import NAME as FOLDER
 from task.data.partition import counts
 
 __all__ = ["app", "make_strategy"]
@@ -32,9 +34,9 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     with ExitStack() as until_the_end:
         try:
-            config = read(context.run_config)
+            config = attended(read(context.run_config))
             torch.set_num_threads(config.run.threads)
-            work = workload(config)
+            work = with_test_set(workload(config), config)
             partition = _partition(config, work)
             folder = until_the_end.enter_context(open_folder(config, context.run_id))
             begun = _begun(config, folder, work, partition)
@@ -42,13 +44,14 @@ def main(grid: Grid, context: Context) -> None:
             log(ERROR, "%s: %s", type(error).__name__, error)
             raise
         log(INFO, "run folder: %s", folder)
-        write_atomically(folder / "partition.json", json.dumps(partition).encode())
+        if partition is not None:
+            write_atomically(folder / "partition.json", json.dumps(partition).encode())
         # The folder's config.toml is of the run, not of one of the processes that it took.
         _run(grid, replace(config, run=replace(config.run, resume="")), work, folder, begun)
 
 
 def _begun(
-    config: Config, folder: Path, work: Workload, partition: dict[str, object]
+    config: Config, folder: Path, work: Workload, partition: dict[str, object] | None
 ) -> Checkpoint | None:
     """Return where the run goes on, or None for a new one."""
     if not config.run.resume:
@@ -86,8 +89,13 @@ def make_strategy(config: Config, work: Workload) -> SubmodelStrategy:
     )
 
 
-def _partition(config: Config, work: Workload) -> dict[str, object]:
-    """Split the data now, so that an impossible split is known before round 1."""
+def _partition(config: Config, work: Workload) -> dict[str, object] | None:
+    """Split the data now, so that an impossible split is known before round 1.
+
+    None where only the clients can say what they hold: the recorder writes down what they say.
+    """
+    if config.data.name == FOLDER:
+        return None
     shares = split(config.data.name, config.partition, config.federation.clients)
     data, names = work.data, client_ids(config.federation.clients)
     return {

@@ -11,8 +11,9 @@ from fedsparse_app.config import Config
 from fedsparse_app.errors import ConfigError
 from task.channels import ChannelMap
 from task.cost import flops, parameters
-from task.data import load
+from task.data import folder, load
 from task.data.dataset import DataSet, Samples
+from task.data.options import DataOptions
 from task.data.partition import PartitionOptions, local_split, partition
 from task.models import build, example
 from task.seeding import seeded
@@ -61,7 +62,7 @@ def workload(config: Config) -> Workload:
     ConfigError
         The method prunes and the network has nothing that can be pruned.
     """
-    made = _workload(config.data.name, config.model.name, config.run.seed)
+    made = _workload(config.data, config.model.name, config.run.seed)
     if getattr(config.method, "keep", 1.0) < 1 and not made.channels.groups:
         why = "; ".join(f"{name}: {reason}" for name, reason in made.channels.pinned.items())
         raise ConfigError(
@@ -72,8 +73,9 @@ def workload(config: Config) -> Workload:
 
 
 @functools.lru_cache(maxsize=2)
-def _workload(data_name: str, model_name: str, seed: int) -> Workload:
-    data = load(data_name)
+def _workload(options: DataOptions, model_name: str, seed: int) -> Workload:
+    own = options.name == folder.NAME
+    data = folder.data_set(options.agreement()) if own else load(options.name)
     with seeded(seed, "initial weights"):
         model = build(model_name, data.shape, len(data.classes))
     inputs = example(model_name, data.shape)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -42,6 +42,10 @@ class Hello:
         Training FLOPs per second, as measured on the device; None = not measured.
     refusal : str
         Why this client cannot take part; empty if it can.
+    classes : list of int
+        Samples of each class; empty = not said.
+    skipped : int
+        Files of its data that it cannot read.
     """
 
     client: str
@@ -50,6 +54,8 @@ class Hello:
     trained: int | None = None
     speed: float | None = None
     refusal: str = ""
+    classes: list[int] = field(default_factory=list)
+    skipped: int = 0
 
 
 def encode_hellos(hellos: list[Hello]) -> RecordDict:
@@ -102,6 +108,12 @@ def read_hello(text: object) -> Hello:
     _check_number(hello, "speed", math.inf)
     if not isinstance(hello.refusal, str):
         raise TypeError(f"refusal {hello.refusal!r} of {hello.client} is not a text")
+    if not isinstance(hello.classes, list) or not all(
+        type(n) is int and n >= 0 for n in (*hello.classes, hello.skipped)
+    ):
+        raise TypeError(
+            f"classes {hello.classes!r}, skipped {hello.skipped!r} of {hello.client} are no counts"
+        )
     return hello
 
 

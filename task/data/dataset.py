@@ -61,7 +61,7 @@ class DataSet:
     Parameters
     ----------
     name : str
-        Key in ``DATASETS``.
+        Key in ``DATASETS``, or ``folder``.
     domains, classes : tuple of str
         Names in index order.
     train, test : Samples

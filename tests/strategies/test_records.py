@@ -61,7 +61,16 @@ def same(a, b):
 
 def test_hellos_survive_the_wire():
     hellos = [Hello("client-00", {"mnist": 5, "syn": 7}), Hello("ø", {})]
-    assert decode_hellos(over_the_wire(encode_hellos(hellos)), 2) == hellos
+    hellos.append(Hello("client-01", {"mnist": 5}, classes=[2, 0, 3], skipped=1))
+    assert decode_hellos(over_the_wire(encode_hellos(hellos)), 3) == hellos
+
+
+@pytest.mark.parametrize(
+    "said", [{"classes": [2, -1]}, {"classes": "23"}, {"classes": [True]}, {"skipped": 0.5}]
+)
+def test_a_hello_whose_counts_are_none_is_refused(said):
+    with pytest.raises(ShapeError, match="client-01 are no counts"):
+        decode_hellos(encode_hellos([Hello("client-01", {"mnist": 5}, **said)]), 1)
 
 
 @given(st.lists(st.booleans(), min_size=12, max_size=12), st.booleans())
