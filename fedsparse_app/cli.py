@@ -1,4 +1,4 @@
-"""The command line: ``fedsparse run``, ``fedsparse report`` and ``fedsparse channels``."""
+"""The command line: ``fedsparse run``, ``report``, ``export`` and ``channels``."""
 
 import sys
 from collections.abc import Iterator
@@ -92,6 +92,31 @@ def run(
     if not outcome.completed:
         typer.secho(f"error: {outcome.reason}", fg="red", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    client: Annotated[
+        str | None, typer.Option(help="Whose personal network; the global one if not given.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="torch-export, onnx or safetensors.")
+    ] = "torch-export",
+    out: Annotated[Path | None, typer.Option(help="The file; in RUN/export if not given.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="The device's state-dir, where it has one.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of the latency's median.")] = 50,
+) -> None:
+    """Write one network of a run as a file for devices, once its outputs are checked."""
+    from fedsparse_app.export import Request
+    from fedsparse_app.export import export as write
+
+    with _plain_errors():
+        exported = write(Request(run, client, format, out, state_dir, repeats))
+    for line in exported.lines(repeats):
+        typer.echo(line)
 
 
 def _shape(text: str) -> tuple[int, ...]:

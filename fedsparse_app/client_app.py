@@ -12,7 +12,7 @@ from flwr.supercore import log
 
 from fedsparse_app.config import Config, read
 from fedsparse_app.errors import ConfigError
-from fedsparse_app.state import ClientState
+from fedsparse_app.state import ClientState, state_root
 from fedsparse_app.workload import client_ids, client_share, device, split, workload
 from strategies import STRATEGIES
 from strategies.local import ClientHalf, Participant
@@ -133,5 +133,4 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
 def _state_root(config: Config, context: Context) -> Path:
     """Return where clients of this node keep their own arrays."""
     chosen = context.node_config.get("state-dir") or config.run.state_dir
-    folder = config.run_folder(context.run_id)
-    return Path(str(chosen)).expanduser() / folder.name if chosen else folder / "clients"
+    return state_root(config.run_folder(context.run_id), str(chosen))

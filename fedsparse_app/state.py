@@ -9,7 +9,12 @@ from torch import Tensor
 
 from fedsparse_app.files import write_atomically
 
-__all__ = ["ClientState"]
+__all__ = ["ClientState", "state_root"]
+
+
+def state_root(folder: Path, chosen: str | Path) -> Path:
+    """Return where clients keep their arrays of the run in ``folder``: under ``chosen``, if any."""
+    return Path(chosen).expanduser() / folder.name if str(chosen) else folder / "clients"
 
 
 class ClientState:

@@ -20,7 +20,7 @@ from flwr.supercore import log
 from torch import Tensor
 
 from strategies.exchange import Exchange, FederationOptions
-from strategies.memory import InMemory, Memory
+from strategies.memory import InMemory, Memory, Personal
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes
 from task.channels import ChannelMap, Kept, State
@@ -90,6 +90,18 @@ class SubmodelStrategy(Strategy):
 
     def validate(self, job: Job, update: Update) -> None:
         """Raise ``ShapeError`` when the method's own arrays in ``update`` do not fit."""
+
+    @property
+    def personalises(self) -> bool:
+        """Whether clients have networks of their own; otherwise theirs is the global one."""
+        return False
+
+    def personal(self, client: str, round: int, own: Memory) -> Personal | None:
+        """Return what ``client`` trained last up to ``round``; None if that is not known.
+
+        ``own`` are the client's own arrays, which only its device or a simulation has.
+        """
+        return None
 
     def memory(self) -> dict[str, Tensor]:
         """Return the method's server state beside the model, for the checkpoint.

@@ -40,6 +40,7 @@ from torch import Tensor
 from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.local import ClientHalf, cpu_state, relative
+from strategies.memory import Memory, Personal
 from strategies.ops.average import average_overlap, weighted_mean
 from strategies.ops.contrastive import (
     move_prototypes,
@@ -190,6 +191,20 @@ class FedFIP(SubmodelStrategy):
             shared, domains = int(self.mask.sum()), self.score_shape[0]
             check_signatures(update.extras, shared, domains, update.samples)
 
+    @property
+    def personalises(self) -> bool:
+        """Whether clients hold private channels."""
+        return self.options.reactivates
+
+    def personal(self, client: str, round: int, own: Memory) -> Personal | None:
+        """Return M_i as the client trained it: its private channels are on its device alone."""
+        memory = own.load(round + 1)
+        if "held" not in memory:
+            return None
+        held = self.channels.kept(memory["held"].numpy())
+        state = extract(_own_state(memory), self.channels, held)
+        return Personal(int(memory["round"]), held, state)
+
     def memory(self) -> dict[str, Tensor]:
         """Return F_g, the masks and the prototypes."""
         masks = {"mask": self.mask, "trained-mask": self.trained_mask}
@@ -280,7 +295,9 @@ class FedFIPClient(ClientHalf):
             if self.options.reactivates:
                 known = renew(memory.get("fisher"), fisher, channels)
                 own = {f"state.{name}": tensor for name, tensor in seen.items()}
-                self.me.memory.save(job.round, {"fisher": known, **own})
+                own |= {"fisher": known, "round": torch.tensor(job.round)}
+                own["held"] = torch.from_numpy(mask | private)
+                self.me.memory.save(job.round, own)
         if self.options.sa:
             state = extract(state, channels.restrict(held), relative(job.kept, held))
         else:
@@ -307,8 +324,7 @@ class FedFIPClient(ClientHalf):
         channels = self.me.channels
         if not self.options.sa:
             return {k: v.clone() for k, v in job.state.items()}
-        own = {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
-        seen = own or {k: v.clone() for k, v in cpu_state(self.me.model).items()}
+        seen = _own_state(memory) or {k: v.clone() for k, v in cpu_state(self.me.model).items()}
         if job.sent is not job.kept:
             mine = extract(seen, channels, held)
             seen = {k: v.clone() for k, v in job.state.items()}
@@ -394,6 +410,10 @@ class Contrast:
             norm=o.signature_norm,
         )
         return None if loss is None else o.lambda_con * o.dsr_every * len(self.rows) * loss
+
+
+def _own_state(memory: dict[str, Tensor]) -> State:
+    return {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
 
 
 def refreshes(job: Job) -> bool:
