@@ -123,6 +123,7 @@ def export(request: Request) -> Exported:
     name = request.client or "global"
     dense, everything = _dense(strategy, work), work.channels.full()
     whole = form.write(dense, work.example, about | {"kept": _lists(everything)})
+    seconds = latency([run, form.read(whole)], work.example, request.repeats)
     return Exported(
         write_atomically(request.out or request.run / "export" / f"{name}{form.suffix}", content),
         _what(request, config, chosen, strategy.personalises),
@@ -130,10 +131,7 @@ def export(request: Request) -> Exported:
         (sum(map(len, chosen.kept.values())), work.channels.size),
         (parameters(network), parameters(dense)),
         (len(content), len(whole)),
-        (
-            latency(run, work.example, request.repeats),
-            latency(form.read(whole), work.example, request.repeats),
-        ),
+        (seconds[0], seconds[1]),
     )
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,16 +41,22 @@ def largest_difference(run: Run, reference: Run, example: Tensor) -> float:
 
 
 @torch.no_grad()
-def latency(run: Run, example: Tensor, repeats: int) -> float:
-    """Return the median seconds of one sample on one thread, after a few that do not count."""
-    sample, threads, taken = inputs(example, 1), torch.get_num_threads(), []
+def latency(runs: Sequence[Run], example: Tensor, repeats: int) -> list[float]:
+    """Return the median seconds of one sample on one thread, of each of ``runs``.
+
+    They are timed in turn, so that a slow spell of the machine hits all of them alike; the first
+    turns do not count.
+    """
+    sample, threads = inputs(example, 1), torch.get_num_threads()
+    taken: list[list[float]] = [[] for _ in runs]
     torch.set_num_threads(1)
     try:
         for turn in range(-3, repeats):
-            begin = time.perf_counter()
-            run(sample)
-            if turn >= 0:
-                taken.append(time.perf_counter() - begin)
+            for run, times in zip(runs, taken, strict=True):
+                begin = time.perf_counter()
+                run(sample)
+                if turn >= 0:
+                    times.append(time.perf_counter() - begin)
     finally:
         torch.set_num_threads(threads)
-    return statistics.median(taken)
+    return [statistics.median(times) for times in taken]
