@@ -13,7 +13,7 @@ from flwr.supercore import log
 from fedsparse_app.config import Config, read
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.state import ClientState, state_root
-from fedsparse_app.workload import client_ids, client_share, device, split, workload
+from fedsparse_app.workload import client_ids, client_share, device, prepare, split, workload
 from strategies import STRATEGIES
 from strategies.local import ClientHalf, Participant
 from strategies.records import (
@@ -66,7 +66,7 @@ def _reply(message: Message, context: Context, answer: Callable[[Config], Record
     """Answer, or say in one line why not: a failing client costs its own reply alone."""
     try:
         config = read(context.run_config)
-        torch.set_num_threads(config.run.threads)
+        prepare(config)
         return Message(answer(config), reply_to=message)
     except Exception as error:
         log(logging.ERROR, "client failed:\n%s", traceback.format_exc())
@@ -126,6 +126,7 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
         memory=ClientState(_state_root(config, context), job.client),
         costs=work.costs,
         device=place,
+        autocast=config.run.autocast,
     )
     return STRATEGIES[config.strategy.name].client(me, config.method), job
 

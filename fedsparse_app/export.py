@@ -126,7 +126,7 @@ def export(request: Request) -> Exported:
     seconds = latency([run, form.read(whole)], work.example, request.repeats)
     return Exported(
         write_atomically(request.out or request.run / "export" / f"{name}{form.suffix}", content),
-        _what(request, config, chosen, strategy.personalises),
+        _what(request, config, chosen),
         difference,
         (sum(map(len, chosen.kept.values())), work.channels.size),
         (parameters(network), parameters(dense)),
@@ -155,10 +155,9 @@ def _restore(folder: Path) -> tuple[Config, Workload, SubmodelStrategy, int]:
 def _chosen(request: Request, config: Config, strategy: SubmodelStrategy, round: int) -> Personal:
     """Return the network that is asked for, with the round it is of."""
     kept, client = strategy.global_kept(), request.client
-    if client is not None:
-        _check_client(client, list(strategy.exchange.clients))
-    if client is None or not strategy.personalises:
+    if client is None:
         return Personal(round, kept, extract(strategy.state, strategy.channels, kept))
+    _check_client(client, list(strategy.exchange.clients))
     folder = request.run.expanduser().resolve()
     root = state_root(folder, request.state_dir or config.run.state_dir)
     personal = strategy.personal(client, round, ClientState(root, client))
@@ -204,15 +203,15 @@ def _dense(strategy: SubmodelStrategy, work: Workload) -> nn.Module:
     return slice_module(work.model, work.channels, work.channels.full(), strategy.state).eval()
 
 
-def _what(request: Request, config: Config, chosen: Personal, personalises: bool) -> str:
+def _what(request: Request, config: Config, chosen: Personal) -> str:
     """Say which network this is, and how it was scored if it was."""
     run, client = request.run.expanduser().resolve(), request.client
     if client is None:
         return f"global network of {run.name} after round {chosen.round}"
-    if not personalises:
+    if chosen.shared:
         return (
             f"global network of {run.name} after round {chosen.round}: "
-            f"{config.strategy.name} with these options keeps none for {client} alone"
+            f"{config.strategy.name} as configured keeps no network of {client} alone"
         )
     scored = [
         row["accuracy"]

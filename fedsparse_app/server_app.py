@@ -3,7 +3,6 @@
 import json
 from logging import ERROR, INFO, WARNING
 
-import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
@@ -12,7 +11,7 @@ from fedsparse_app.config import Config, read
 from fedsparse_app.files import write_atomically
 from fedsparse_app.recorder import Recorder
 from fedsparse_app.state import ClientState
-from fedsparse_app.workload import Workload, client_ids, split, workload
+from fedsparse_app.workload import Workload, client_ids, prepare, split, workload
 from strategies import STRATEGIES
 from strategies.base import SubmodelStrategy
 from task.data.partition import counts
@@ -27,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     try:
         config = read(context.run_config)
-        torch.set_num_threads(config.run.threads)
+        prepare(config)
         work = workload(config)
         partition = _partition(config, work)
     except ValueError as error:

@@ -91,17 +91,14 @@ class SubmodelStrategy(Strategy):
     def validate(self, job: Job, update: Update) -> None:
         """Raise ``ShapeError`` when the method's own arrays in ``update`` do not fit."""
 
-    @property
-    def personalises(self) -> bool:
-        """Whether clients have networks of their own; otherwise theirs is the global one."""
-        return False
-
     def personal(self, client: str, round: int, own: Memory) -> Personal | None:
-        """Return what ``client`` trained last up to ``round``; None if that is not known.
+        """Return what ``client`` takes home after ``round``; None if arrays are missing.
 
-        ``own`` are the client's own arrays, which only its device or a simulation has.
+        It is what the client trained last and was scored with, where the method keeps that, else
+        the global network. ``own`` are the client's own arrays, which its device has.
         """
-        return None
+        kept = self.global_kept()
+        return Personal(round, kept, extract(self.state, self.channels, kept), shared=True)
 
     def memory(self) -> dict[str, Tensor]:
         """Return the method's server state beside the model, for the checkpoint.

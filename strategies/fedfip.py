@@ -191,13 +191,10 @@ class FedFIP(SubmodelStrategy):
             shared, domains = int(self.mask.sum()), self.score_shape[0]
             check_signatures(update.extras, shared, domains, update.samples)
 
-    @property
-    def personalises(self) -> bool:
-        """Whether clients hold private channels."""
-        return self.options.reactivates
-
     def personal(self, client: str, round: int, own: Memory) -> Personal | None:
         """Return M_i as the client trained it: its private channels are on its device alone."""
+        if not self.options.reactivates:
+            return super().personal(client, round, own)
         memory = own.load(round + 1)
         if "held" not in memory:
             return None

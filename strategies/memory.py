@@ -42,8 +42,9 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Personal:
-    """The network of one client as it was trained, scored and left in ``round``."""
+    """The network that a client has: its own as trained in ``round``, or the ``shared`` one."""
 
     round: int
     kept: Kept
     state: State
+    shared: bool = False

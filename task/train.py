@@ -18,7 +18,7 @@ from task.options import Interval, check_options
 __all__ = ["Fit", "Penalty", "Scores", "Step", "TrainingOptions", "evaluate", "fit", "recalibrate"]
 
 SCALE = 2.0**10
-"""Of the loss at first with fp16: torch's own 2**16 overflows, and a round has few steps to lose."""
+"""Of the loss, at first, with fp16: torch's own 2**16 overflows and a round has few steps."""
 
 
 @dataclass(frozen=True)

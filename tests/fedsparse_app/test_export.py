@@ -236,4 +236,4 @@ def test_where_a_method_keeps_nothing_personal_that_is_said(run):
         app, ["export", str(folder), "--client", "client-02", "--format", "safetensors"]
     )
     assert result.exit_code == 0, result.output
-    assert "fedavg with these options keeps none for client-02" in result.output
+    assert "keeps no network of client-02 alone" in result.output
