@@ -62,6 +62,7 @@ from strategies.signatures import (
     write_signatures,
 )
 from task.channels import Kept, State
+from task.device import move
 from task.options import Interval, check_options
 from task.submodel import extract, scatter
 from task.train import Step
@@ -394,6 +395,7 @@ class Contrast:
         self.turn += 1
         pool = self.rows[domain]
         rows = pool[torch.randperm(len(pool), generator=self.draw)[: o.dsr_batch]]
+        rows = move(rows, self.mask.device)
         loss = structural_loss(
             step.model,
             self.channels,

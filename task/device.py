@@ -43,9 +43,10 @@ def make_deterministic(wanted: bool) -> None:
     An operation without a deterministic algorithm then raises, naming itself. cuBLAS needs a fixed
     workspace, which it reads from the environment when it is first used.
     """
+    if wanted == torch.are_deterministic_algorithms_enabled():
+        return  # the switch alone imports torch's compiler, which takes seconds
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(wanted)
     torch.backends.cudnn.deterministic = wanted
-    if wanted:
-        torch.backends.cudnn.benchmark = False
