@@ -121,7 +121,9 @@ def device(config: Config) -> torch.device:
         raise ConfigError("run.device = 'cuda': no CUDA device is visible; use 'auto' or 'cpu'")
     if not found or config.run.device == "cpu":
         return torch.device("cpu")
-    if config.run.autocast == "bf16" and not torch.cuda.is_bf16_supported():
+    if config.run.autocast == "bf16" and not torch.cuda.is_bf16_supported(
+        False
+    ):  # emulated is none
         raise ConfigError("run.autocast = 'bf16': this CUDA device has no bfloat16; use 'fp16'")
     return torch.device("cuda")
 

@@ -12,7 +12,7 @@ from tests.fedsparse_app.small import SMALL, small_tables
 
 def test_a_precision_that_the_device_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: emulated)
     with pytest.raises(ConfigError, match=r"run\.autocast = 'bf16'.*'fp16'"):
         device(read({"run.autocast": "bf16"}))
     assert device(read({"run.autocast": "fp16"})).type == "cuda"
