@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from fedsparse_app.checkpoint import FILE, load_checkpoint
@@ -141,7 +142,10 @@ def _restore(folder: Path) -> tuple[Config, Workload, SubmodelStrategy, int]:
         raise ConfigError(f"{folder}: no such folder; give the folder that a run printed")
     if not (folder / FILE).is_file():
         raise ConfigError(f"{folder}: holds no {FILE}: the run never finished a round")
-    model, memory, about = load_checkpoint(folder)
+    try:
+        model, memory, about = load_checkpoint(folder)
+    except SafetensorError as error:
+        raise ConfigError(f"{folder / FILE}: damaged: {error}") from None
     config = read(about["options"])
     work = workload(config)
     strategy = make_strategy(config, work)

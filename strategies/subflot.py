@@ -295,7 +295,4 @@ class SubFLOTClient(ClientHalf):
     def _own_norms(self, job: Job) -> State:
         """Return the job's tensors with the client's own BatchNorm, where it fits the widths."""
         own = self.me.memory.load(job.round) if self.options.bn_local else {}
-        return {
-            name: own[name] if name in own and own[name].shape == tensor.shape else tensor
-            for name, tensor in job.state.items()
-        }
+        return job.state | {n: t for n, t in own.items() if t.shape == job.state[n].shape}

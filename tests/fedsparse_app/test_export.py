@@ -169,9 +169,12 @@ def test_an_unknown_client_lists_the_known_ones(run):
     assert "client-00, client-01, client-02" in said
 
 
-def test_a_run_without_a_finished_round_and_a_wrong_folder_are_said(run, tmp_path):
+def test_what_is_no_run_with_a_finished_round_is_said(run, tmp_path):
     assert "checkpoint.safetensors" in failing(tmp_path)
     assert "no such folder" in failing(tmp_path / "gone")
+    whole = (run("fedfip") / "checkpoint.safetensors").read_bytes()
+    (tmp_path / "checkpoint.safetensors").write_bytes(whole[:-100])
+    assert "checkpoint.safetensors: damaged" in failing(tmp_path)
 
 
 def test_a_missing_package_names_the_extra(run, monkeypatch):

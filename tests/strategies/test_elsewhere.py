@@ -19,7 +19,6 @@ METHODS = {
         "fisher": "weight",
         "dsr_every": 1,
     },
-    "subflot": {},
     "subflot with local norms and importance": {"bn_local": True, "importance": "cost"},
 }
 
