@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from fedsparse_app.checkpoint import FILE, load_checkpoint
 from fedsparse_app.config import Config, read
@@ -24,14 +23,14 @@ from strategies.base import SubmodelStrategy
 from strategies.memory import Personal
 from strategies.records import Hello
 from task.cost import parameters
-from task.exported import FORMATS
+from task.exported import FORMATS, Run
 from task.measure import largest_difference, latency
 from task.submodel import extract, slice_module
 
 __all__ = ["TOLERANCE", "Exported", "Request", "export"]
 
 TOLERANCE = 1e-4
-"""Largest difference of an output, in units of max(1, largest output): float32, another order."""
+"""Largest difference of an output, in units of the largest output: float32 in another order."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Exported:
     what : str
         Which network, trained when.
     difference : float
-        Largest difference from the network of the run, in units of ``TOLERANCE``'s.
+        Largest difference from the network of the run, as `TOLERANCE`.
     channels, parameters, bytes, seconds : (int or float, int or float)
         Of this network and of the dense one; ``seconds`` are latencies of one sample.
     """
@@ -110,23 +109,21 @@ def export(request: Request) -> Exported:
     """
     if request.format not in FORMATS:
         raise ConfigError(f"--format {request.format}: unknown. Known: {', '.join(FORMATS)}")
-    form, (config, work, strategy, round) = FORMATS[request.format], _restore(request.run)
+    config, work, strategy, round = _restore(request.run)
     chosen = _chosen(request, config, strategy, round)
     network = slice_module(work.model, work.channels, chosen.kept, chosen.state).eval()
     about = _about(request, config, work, chosen)
-    content = form.write(network, work.example, about)
-    run = form.read(content)
-    if not (difference := largest_difference(run, network, work.example)) <= TOLERANCE:
-        raise ConfigError(
-            f"--format {request.format}: outputs differ by {difference:.1e} from those of the "
-            f"network of the run, at most {TOLERANCE:.0e} is accepted; nothing was written"
-        )
-    name = request.client or "global"
-    dense, everything = _dense(strategy, work), work.channels.full()
-    whole = form.write(dense, work.example, about | {"kept": _lists(everything)})
-    seconds = latency([run, form.read(whole)], work.example, request.repeats)
+    content, run, difference = _written(request.format, network, work, about)
+    dense, whole, beside = network, content, run  # of full width, or else:
+    if parameters(network) < parameters(work.model):
+        everything = work.channels.full()
+        dense = slice_module(work.model, work.channels, everything, strategy.state).eval()
+        about |= {"kept": _lists(everything)}
+        whole, beside, _ = _written(request.format, dense, work, about)
+    seconds = latency([run, beside], work.example, request.repeats)
+    name = (request.client or "global") + FORMATS[request.format].suffix
     return Exported(
-        write_atomically(request.out or request.run / "export" / f"{name}{form.suffix}", content),
+        write_atomically(request.out or request.run / "export" / name, content),
         _what(request, config, chosen),
         difference,
         (sum(map(len, chosen.kept.values())), work.channels.size),
@@ -134,6 +131,21 @@ def export(request: Request) -> Exported:
         (len(content), len(whole)),
         (seconds[0], seconds[1]),
     )
+
+
+def _written(
+    name: str, network: nn.Module, work: Workload, about: dict[str, Any]
+) -> tuple[bytes, Run, float]:
+    """Return ``network`` in a format, the same run from there, and their largest difference."""
+    content = FORMATS[name].write(network, work.example, about)
+    run = FORMATS[name].read(content)
+    difference = largest_difference(run, network, work.example)
+    if not difference <= TOLERANCE:
+        raise ConfigError(
+            f"--format {name}: outputs differ by {difference:.1e} from those of the "
+            f"network of the run, at most {TOLERANCE:.0e} is accepted; nothing was written"
+        )
+    return content, run, difference
 
 
 def _restore(folder: Path) -> tuple[Config, Workload, SubmodelStrategy, int]:
@@ -201,10 +213,6 @@ def _about(request: Request, config: Config, work: Workload, chosen: Personal) -
 
 def _lists(kept: Any) -> dict[str, list[int]]:
     return {group: index.tolist() for group, index in kept.items()}
-
-
-def _dense(strategy: SubmodelStrategy, work: Workload) -> nn.Module:
-    return slice_module(work.model, work.channels, work.channels.full(), strategy.state).eval()
 
 
 def _what(request: Request, config: Config, chosen: Personal) -> str:
