@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from fedsparse_app.checkpoint import FILE, load_checkpoint
 from fedsparse_app.config import Config, read
