@@ -1,6 +1,5 @@
 """Take a network of a run home: one file with the small network, checked against the original."""
 
-import difflib
 import json
 import platform
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from strategies.base import SubmodelStrategy
 from strategies.memory import Personal
 from strategies.records import Hello
 from task.cost import parameters
+from task.errors import did_you_mean
 from task.exported import FORMATS, Run
 from task.measure import largest_difference, latency
 from task.submodel import extract, slice_module
@@ -189,9 +189,8 @@ def _chosen(request: Request, config: Config, strategy: SubmodelStrategy, round:
 
 def _check_client(client: str, known: list[str]) -> None:
     if client not in known:
-        close = difflib.get_close_matches(client, known, n=1)
-        hint = f", did you mean {close[0]}?" if close else "."
-        raise ConfigError(f"--client {client}: unknown{hint} Known: {', '.join(sorted(known))}")
+        near = did_you_mean(client, known) or "."
+        raise ConfigError(f"--client {client}: unknown{near} Known: {', '.join(sorted(known))}")
 
 
 def _about(request: Request, config: Config, work: Workload, chosen: Personal) -> dict[str, Any]:

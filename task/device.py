@@ -1,12 +1,13 @@
 """Where tensors live and how they get there; all of it does nothing on a machine without CUDA."""
 
 import os
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DTYPES", "Autocast", "make_deterministic", "move", "place", "to_host"]
+__all__ = ["DTYPES", "Autocast", "lowered", "make_deterministic", "move", "place", "to_host"]
 
 Autocast = Literal["off", "bf16", "fp16"]
 
@@ -35,6 +36,13 @@ def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if any(t.is_cuda for t in tensors.values()):
         torch.cuda.synchronize()
     return copies
+
+
+def lowered(precision: Autocast, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context for one forward pass in ``precision``."""
+    if precision == "off":
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])
 
 
 def make_deterministic(wanted: bool) -> None:

@@ -1,9 +1,7 @@
 """Local training and evaluation of one network; what is counted are sums, so it can be merged."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from task.data.dataset import Samples
-from task.device import DTYPES, Autocast, move
+from task.device import Autocast, lowered, move
 from task.modes import evaluation_mode
 from task.options import Interval, check_options
 
@@ -106,9 +104,6 @@ def fit(
     )
     model.train()
     device, dtype = samples.y.device, next(model.parameters()).dtype
-    cast = (
-        partial(torch.autocast, device.type, DTYPES[autocast]) if autocast != "off" else nullcontext
-    )
     scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=autocast == "fp16")
     total = torch.zeros((), dtype=torch.float64, device=device)  # one that is read once
     seen = steps = 0
@@ -116,7 +111,7 @@ def fit(
         for index in _batches(len(samples), options.batch_size, generator):
             index = move(index, device)
             x, y = samples.inputs(index), samples.y[index]
-            with cast():
+            with lowered(autocast, device):
                 logits = model(x)
             loss = cross_entropy(logits.to(dtype), y)
             extra = penalty(Step(model, steps, x, y, logits)) if penalty else None
