@@ -1,4 +1,4 @@
-"""The command line: ``fedsparse run``, ``plan``, ``report``, ``channels`` and ``data``."""
+"""The command line: ``fedsparse run``, ``plan``, ``report``, ``export``, ``channels``, ``data``."""
 
 import json
 import sys
@@ -163,6 +163,31 @@ def data(
         parts = ", ".join(f"{domain} {count}" for domain, count in domains.items())
         typer.echo(f"{out / folder}: {sum(domains.values())} images ({parts})")
     typer.echo(trees.commands(out, data_set, list(held)))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    client: Annotated[
+        str | None, typer.Option(help="Whose personal network; the global one if not given.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="torch-export, onnx or safetensors.")
+    ] = "torch-export",
+    out: Annotated[Path | None, typer.Option(help="The file; in RUN/export if not given.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="The device's state-dir, where it has one.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of the latency's median.")] = 50,
+) -> None:
+    """Write one network of a run as a file for devices, once its outputs are checked."""
+    from fedsparse_app.export import Request
+    from fedsparse_app.export import export as write
+
+    with _plain_errors():
+        exported = write(Request(run, client, format, out, state_dir, repeats))
+    for line in exported.lines(repeats):
+        typer.echo(line)
 
 
 def _shape(text: str) -> tuple[int, ...]:

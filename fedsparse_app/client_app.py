@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
@@ -14,8 +13,8 @@ from flwr.supercore import log
 from fedsparse_app.capacity import with_capacity
 from fedsparse_app.config import Config, read
 from fedsparse_app.shares import served, tell_skipped
-from fedsparse_app.state import ClientState
-from fedsparse_app.workload import device, workload
+from fedsparse_app.state import ClientState, state_root
+from fedsparse_app.workload import device, prepare, workload
 from strategies import STRATEGIES
 from strategies.local import ClientHalf, Participant
 from strategies.records import (
@@ -70,7 +69,7 @@ def _reply(message: Message, context: Context, answer: Callable[[Config], Record
     """Answer, or say in one line why not: a failing client costs its own reply alone."""
     try:
         config = read(context.run_config)
-        torch.set_num_threads(config.run.threads)
+        prepare(config)
         return Message(answer(config), reply_to=message)
     except Exception as error:
         log(logging.ERROR, "client failed:\n%s", traceback.format_exc())
@@ -115,6 +114,7 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
         memory=ClientState(_state_root(config, context), job.client),
         costs=work.costs,
         device=place,
+        autocast=config.run.autocast,
     )
     return STRATEGIES[config.strategy.name].client(me, config.method), job
 
@@ -122,5 +122,4 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
 def _state_root(config: Config, context: Context) -> Path:
     """Return where clients of this node keep their own arrays."""
     chosen = context.node_config.get("state-dir") or config.run.state_dir
-    folder = config.run_folder(context.run_id)
-    return Path(str(chosen)).expanduser() / folder.name if chosen else folder / "clients"
+    return state_root(config.run_folder(context.run_id), str(chosen))

@@ -14,6 +14,7 @@ from strategies import STRATEGIES, FederationOptions
 from task.data import DATASETS, folder
 from task.data.options import DataOptions
 from task.data.partition import PartitionOptions
+from task.device import Autocast
 from task.errors import did_you_mean
 from task.models import MODELS
 from task.options import Interval, check_options, field_types
@@ -33,6 +34,8 @@ class RunOptions:
     resume: str = ""
     threads: Annotated[int, Interval(1)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    autocast: Autocast = "off"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_options(self)

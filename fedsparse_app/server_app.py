@@ -6,7 +6,6 @@ from dataclasses import replace
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 
-import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
@@ -18,7 +17,7 @@ from fedsparse_app.recorder import Recorder
 from fedsparse_app.resume import open_folder, resumed
 from fedsparse_app.shares import attended, with_test_set
 from fedsparse_app.state import ClientState
-from fedsparse_app.workload import Workload, client_ids, split, workload
+from fedsparse_app.workload import Workload, client_ids, prepare, split, workload
 from strategies import STRATEGIES
 from strategies.base import SubmodelStrategy
 from task.data.folder import NAME as FOLDER
@@ -35,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     with ExitStack() as until_the_end:
         try:
             config = attended(read(context.run_config))
-            torch.set_num_threads(config.run.threads)
+            prepare(config)
             work = with_test_set(workload(config), config)
             partition = _partition(config, work)
             folder = until_the_end.enter_context(open_folder(config, context.run_id))

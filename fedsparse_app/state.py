@@ -9,7 +9,12 @@ from torch import Tensor
 from fedsparse_app.files import write_atomically
 from strategies.hello import check_client_id
 
-__all__ = ["ClientState", "rewind"]
+__all__ = ["ClientState", "rewind", "state_root"]
+
+
+def state_root(folder: Path, chosen: str | Path) -> Path:
+    """Return where clients keep their arrays of the run in ``folder``: under ``chosen``, if any."""
+    return Path(chosen).expanduser() / folder.name if str(chosen) else folder / "clients"
 
 
 class ClientState:

@@ -1,5 +1,6 @@
 """What server and clients both build from the options: data, network, channel map, split."""
 
+import copy
 import functools
 from dataclasses import dataclass, field
 
@@ -15,11 +16,12 @@ from task.data import folder, load
 from task.data.dataset import DataSet, Samples
 from task.data.options import DataOptions
 from task.data.partition import PartitionOptions, local_split, partition
+from task.device import make_deterministic
 from task.models import build, example
 from task.seeding import seeded
 from task.trace import trace
 
-__all__ = ["Workload", "client_ids", "client_share", "device", "split", "workload"]
+__all__ = ["Workload", "client_ids", "client_share", "device", "prepare", "split", "workload"]
 
 
 Widths = tuple[tuple[int, ...], ...]
@@ -44,8 +46,8 @@ class Workload:
         """Return ``parameters``, ``flops`` and ``train-flops`` of one sample."""
         widths = tuple(tuple(p.shape) for p in network.parameters())
         if widths not in self.known_costs:
-            where = next(network.parameters()).device
-            forward, training = flops(network, self.example.to(where))
+            # On the CPU wherever the network is: a device's fused kernels count as nothing.
+            forward, training = flops(copy.deepcopy(network).cpu(), self.example)
             self.known_costs[widths] = {
                 "parameters": parameters(network),
                 "flops": forward,
@@ -114,9 +116,21 @@ def device(config: Config) -> torch.device:
     Raises
     ------
     ConfigError
-        CUDA is asked for and there is none.
+        CUDA is asked for and there is none, or it lacks the precision that is asked for.
     """
     found = torch.cuda.is_available()
     if config.run.device == "cuda" and not found:
         raise ConfigError("run.device = 'cuda': no CUDA device is visible; use 'auto' or 'cpu'")
-    return torch.device("cuda" if found and config.run.device != "cpu" else "cpu")
+    if not found or config.run.device == "cpu":
+        return torch.device("cpu")
+    if config.run.autocast == "bf16" and not torch.cuda.is_bf16_supported(
+        False
+    ):  # emulated is none
+        raise ConfigError("run.autocast = 'bf16': this CUDA device has no bfloat16; use 'fp16'")
+    return torch.device("cuda")
+
+
+def prepare(config: Config) -> None:
+    """Set this process up as the options say: threads, deterministic algorithms."""
+    torch.set_num_threads(config.run.threads)
+    make_deterministic(config.run.deterministic)

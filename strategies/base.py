@@ -21,7 +21,7 @@ from flwr.supercore import log
 from torch import Tensor
 
 from strategies.exchange import Exchange, FederationOptions, receive
-from strategies.memory import InMemory, Memory
+from strategies.memory import InMemory, Memory, Personal
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes, most_bytes
 from task.channels import ChannelMap, Kept, State
@@ -109,6 +109,15 @@ class SubmodelStrategy(Strategy):
     def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
         """Return arrays shaped as the method's own in an ordinary reply to ``job``."""
         return {}
+
+    def personal(self, client: str, round: int, own: Memory) -> Personal | None:
+        """Return what ``client`` takes home after ``round``; None if arrays are missing.
+
+        It is what the client trained last and was scored with, where the method keeps that, else
+        the global network. ``own`` are the client's own arrays, which its device has.
+        """
+        kept = self.global_kept()
+        return Personal(round, kept, extract(self.state, self.channels, kept), shared=True)
 
     def memory(self) -> dict[str, Tensor]:
         """Return the method's server state beside the model, for the checkpoint.

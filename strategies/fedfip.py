@@ -45,6 +45,7 @@ from torch import Tensor
 from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.local import ClientHalf, cpu_state, relative
+from strategies.memory import Memory, Personal
 from strategies.ops.average import average_overlap, weighted_mean
 from strategies.ops.contrastive import (
     move_prototypes,
@@ -66,6 +67,7 @@ from strategies.signatures import (
     write_signatures,
 )
 from task.channels import Kept, State
+from task.device import move
 from task.options import Interval, check_options
 from task.submodel import extract, scatter
 from task.train import Step
@@ -222,6 +224,17 @@ class FedFIP(SubmodelStrategy):
             extras["held"] = pack_mask(self.channels.mask(job.kept))
         return extras
 
+    def personal(self, client: str, round: int, own: Memory) -> Personal | None:
+        """Return M_i as the client trained it: its private channels are on its device alone."""
+        if not self.options.reactivates:
+            return super().personal(client, round, own)
+        memory = own.load(round + 1)
+        if "held" not in memory:
+            return None
+        held = self.channels.kept(memory["held"].numpy())
+        state = extract(_own_state(memory), self.channels, held)
+        return Personal(int(memory["round"]), held, state)
+
     def memory(self) -> dict[str, Tensor]:
         """Return F_g, the masks and the prototypes."""
         masks = {"mask": self.mask, "trained-mask": self.trained_mask}
@@ -344,7 +357,9 @@ class FedFIPClient(ClientHalf):
             if self.options.reactivates:
                 known = renew(memory.get("fisher"), fisher, channels)
                 own = {f"state.{name}": tensor for name, tensor in seen.items()}
-                self.me.memory.save(job.round, {"fisher": known, **own})
+                own |= {"fisher": known, "round": torch.tensor(job.round)}
+                own["held"] = torch.from_numpy(mask | private)
+                self.me.memory.save(job.round, own)
         if self.options.sa:
             state = extract(state, channels.restrict(held), relative(job.kept, held))
         else:
@@ -376,8 +391,7 @@ class FedFIPClient(ClientHalf):
         channels = self.me.channels
         if not self.options.sa and job.sent is not job.kept:
             return {k: v.clone() for k, v in job.state.items()}
-        own = {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
-        seen = own or {k: v.clone() for k, v in cpu_state(self.me.model).items()}
+        seen = _own_state(memory) or {k: v.clone() for k, v in cpu_state(self.me.model).items()}
         if job.sent is not job.kept:
             mine = extract(seen, channels, held)
             seen = {k: v.clone() for k, v in job.state.items()}
@@ -450,6 +464,7 @@ class Contrast:
         self.turn += 1
         pool = self.rows[domain]
         rows = pool[torch.randperm(len(pool), generator=self.draw)[: o.dsr_batch]]
+        rows = move(rows, self.mask.device)
         loss = structural_loss(
             step.model,
             self.channels,
@@ -463,6 +478,10 @@ class Contrast:
             norm=o.signature_norm,
         )
         return None if loss is None else o.lambda_con * o.dsr_every * len(self.rows) * loss
+
+
+def _own_state(memory: dict[str, Tensor]) -> State:
+    return {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
 
 
 def refreshes(job: Job) -> bool:

@@ -1,11 +1,14 @@
 """What the server of SubFLOT remembers of a client, as arrays for a store."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from task.channels import State
+from strategies.memory import Memory, Personal
+from task.channels import ChannelMap, Kept, State
+from task.submodel import extract
 
 __all__ = ["History", "read_history", "write_history"]
 
@@ -30,6 +33,22 @@ class History:
     rho: float
     round: int
     fisher: Tensor | None = None
+
+    def within(self, state: State, channels: ChannelMap) -> tuple[State, Kept]:
+        """Return the submodel and its channels; what was not uploaded is cut from ``state``."""
+        kept = channels.prefix(1 - self.rho)
+        whole = extract(state, channels, kept)
+        return whole | {n: t.to(whole[n].dtype) for n, t in self.state.items()}, kept
+
+    def personal(
+        self, state: State, channels: ChannelMap, own: Memory, local: Set[str]
+    ) -> Personal | None:
+        """Return the network as the client trained it; None if ``local`` tensors are missing."""
+        last, kept = self.within(state, channels)
+        mine = own.load(self.round + 1) if local else {}
+        if local - mine.keys():
+            return None
+        return Personal(self.round, kept, last | {name: mine[name] for name in local})
 
 
 def write_history(history: History, *, half: bool) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from strategies.memory import Memory
 from strategies.records import Job, Update
 from task.channels import ChannelMap, Kept, State
 from task.data.dataset import Samples
+from task.device import Autocast, place, to_host
 from task.seeding import generator, seeded
 from task.submodel import slice_module
 from task.train import Fit, Penalty, Scores, TrainingOptions, evaluate, fit
@@ -47,6 +48,8 @@ class Participant:
         Network -> parameters and FLOPs of one sample (``parameters``, ``flops``, ``train-flops``).
     device : torch.device
         Where it trains.
+    autocast : str
+        Precision of the forward pass in training: ``off``, ``bf16`` or ``fp16``.
     """
 
     id: str
@@ -60,10 +63,11 @@ class Participant:
     memory: Memory
     costs: Callable[[nn.Module], dict[str, float]]
     device: torch.device
+    autocast: Autocast = "off"
 
     def submodel(self, kept: Kept, state: State) -> nn.Module:
         """Return the network cut down to ``kept`` with the tensors ``state``, on the device."""
-        return slice_module(self.model, self.channels, kept, state).to(self.device)
+        return place(slice_module(self.model, self.channels, kept, state), self.device)
 
     def generator(self, purpose: str, round: int) -> torch.Generator:
         """Return this client's own generator for one purpose in one round."""
@@ -89,7 +93,13 @@ class ClientHalf(ABC):
         order = self.me.generator("order of samples", job.round)
         with seeded(self.me.seed, "local training", job.round, self.me.id):
             return fit(
-                model, self.me.train, self.me.training, order, round=job.round, penalty=penalty
+                model,
+                self.me.train,
+                self.me.training,
+                order,
+                round=job.round,
+                penalty=penalty,
+                autocast=self.me.autocast,
             )
 
     def scores(self, model: nn.Module) -> Scores:
@@ -128,7 +138,7 @@ class ClientHalf(ABC):
 
 def cpu_state(model: nn.Module) -> State:
     """Return the tensors of ``model`` detached and on the CPU."""
-    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    return to_host(model.state_dict())
 
 
 def relative(kept: Kept, within: Kept) -> Kept:

@@ -1,11 +1,14 @@
 """Arrays that outlive a round: a client's own, or a server's about one client."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["InMemory", "Memory"]
+from task.channels import Kept, State
+
+__all__ = ["InMemory", "Memory", "Personal"]
 
 
 class Memory(Protocol):
@@ -35,3 +38,13 @@ class InMemory:
         kept = sorted(number for number in self.saved if number < round)[-1:]
         self.saved = {number: self.saved[number] for number in kept}
         self.saved[round] = {name: tensor.clone() for name, tensor in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Personal:
+    """The network that a client has: its own as trained in ``round``, or the ``shared`` one."""
+
+    round: int
+    kept: Kept
+    state: State
+    shared: bool = False

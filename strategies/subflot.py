@@ -35,18 +35,12 @@ from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.histories import History, read_history, write_history
 from strategies.local import ClientHalf, cpu_state
+from strategies.memory import Memory, Personal
 from strategies.ops.average import average_overlap, mix, weighted_mean
 from strategies.ops.fisher import cap_per_domain, gate_fisher, pool
 from strategies.ops.plans import Plan
-from strategies.ops.rows import check_comparable, hand_on, norm_tensors
-from strategies.ops.transport import (
-    TransportOptions,
-    align,
-    apply,
-    distinct_rows,
-    plan_groups,
-    transpose,
-)
+from strategies.ops.rows import check_comparable, distinct_rows, hand_on, norm_tensors
+from strategies.ops.transport import TransportOptions, align, apply, plan_groups, transpose
 from strategies.records import Hello, Job, Update
 from strategies.signatures import check_fisher
 from strategies.threads import in_threads
@@ -157,6 +151,13 @@ class SubFLOT(SubmodelStrategy):
             if update.extras["fisher"].isnan().any():
                 raise ShapeError("fisher: NaN; every channel of a submodel is measured")
 
+    def personal(self, client: str, round: int, own: Memory) -> Personal | None:
+        """Return H_i, with the client's own BatchNorm where that is local."""
+        history = read_history(self.store(client).load(round + 1))
+        if history is None:
+            return super().personal(client, round, own)
+        return history.personal(self.state, self.channels, own, self.local)
+
     def memory(self) -> dict[str, Tensor]:
         """Return the importance of the global channels; histories are in the clients' stores."""
         return {} if self.importance is None else {"importance": self.importance}
@@ -195,9 +196,8 @@ class SubFLOT(SubmodelStrategy):
         self, client: str, history: History, prefix: State, kept: Kept, round: int
     ) -> State:
         """Return alpha * align(W, H) + (1 - alpha) * H, at the widths of ``kept``."""
-        narrow, was = self.channels.restrict(kept), self._kept(history.rho)
-        last = extract(self.state, self.channels, was)
-        last |= {n: history.state[n].to(t.dtype) for n, t in last.items() if self.uploads(n)}
+        narrow = self.channels.restrict(kept)
+        last, was = history.within(self.state, self.channels)
         if any(len(was[group]) != len(kept[group]) for group in kept):
             # The capacity has changed: bring the history to the new widths first.
             before = self.channels.restrict(was)
@@ -293,7 +293,4 @@ class SubFLOTClient(ClientHalf):
     def _own_norms(self, job: Job) -> State:
         """Return the job's tensors with the client's own BatchNorm, where it fits the widths."""
         own = self.me.memory.load(job.round) if self.options.bn_local else {}
-        return {
-            name: own[name] if name in own and own[name].shape == tensor.shape else tensor
-            for name, tensor in job.state.items()
-        }
+        return job.state | {n: t for n, t in own.items() if t.shape == job.state[n].shape}

@@ -23,6 +23,8 @@ def generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
 @contextmanager
 def seeded(seed: int, purpose: str, *keys: int | str) -> Iterator[None]:
     """Seed torch's global generators inside the block (initial weights, dropout), restore after."""
-    with torch.random.fork_rng():
+    # Asking CUDA for its generators would open it in processes that never compute there.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
         torch.manual_seed(derive(seed, purpose, *keys))
         yield

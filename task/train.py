@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from task.data.dataset import Samples
+from task.device import Autocast, lowered, move
 from task.modes import evaluation_mode
 from task.options import Interval, check_options
 
 __all__ = ["Fit", "Penalty", "Scores", "Step", "TrainingOptions", "evaluate", "fit", "recalibrate"]
+
+SCALE = 2.0**10
+"""Of the loss, at first, with fp16: torch's own 2**16 overflows and a round has few steps."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,11 @@ def fit(
     *,
     round: int = 1,
     penalty: Penalty | None = None,
+    autocast: Autocast = "off",
 ) -> Fit:
     """Train ``model`` in place on ``samples`` with SGD on cross-entropy + penalty.
+
+    With ``autocast`` the forward pass runs in half precision; weights, loss and penalty do not.
 
     Raises
     ------
@@ -96,20 +103,26 @@ def fit(
         weight_decay=options.weight_decay,
     )
     model.train()
-    total = torch.zeros((), dtype=torch.float64)
+    device, dtype = samples.y.device, next(model.parameters()).dtype
+    scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=autocast == "fp16")
+    total = torch.zeros((), dtype=torch.float64, device=device)  # one that is read once
     seen = steps = 0
     for _ in range(options.epochs):
         for index in _batches(len(samples), options.batch_size, generator):
+            index = move(index, device)
             x, y = samples.inputs(index), samples.y[index]
-            logits = model(x)
-            loss = cross_entropy(logits, y)
+            with lowered(autocast, device):
+                logits = model(x)
+            loss = cross_entropy(logits.to(dtype), y)
             extra = penalty(Step(model, steps, x, y, logits)) if penalty else None
             optimizer.zero_grad(set_to_none=True)
-            (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
+            scaler.scale(loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
             if options.clip:
+                scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-            optimizer.step()
-            total += loss.detach().double().cpu() * len(y)
+            scaler.step(optimizer)
+            scaler.update()
+            total += loss.detach().double() * len(y)
             seen, steps = seen + len(y), steps + 1
     return Fit(float(total), seen, steps)
 
@@ -138,7 +151,7 @@ def recalibrate(model: nn.Module, samples: Samples, *, batch_size: int = 64) -> 
         norm.momentum = None  # the mean over all batches, not a moving one
     model.train()
     for index in _batches(len(samples), batch_size, torch.Generator().manual_seed(0)):
-        model(samples.inputs(index))
+        model(samples.inputs(move(index, samples.y.device)))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.train(training)
@@ -184,16 +197,19 @@ def evaluate(
     model: nn.Module, samples: Samples, domains: int, classes: int, *, batch_size: int = 256
 ) -> Scores:
     """Score ``model`` in eval mode on ``samples``."""
-    correct = torch.zeros(domains * classes, dtype=torch.int64)
-    loss = torch.zeros(domains, dtype=torch.float64)
+    hits, losses = [samples.y[:0]], [samples.y[:0].double()]
     with evaluation_mode(model):
         for start in range(0, len(samples), batch_size):
             rows = slice(start, start + batch_size)
-            y, domain = samples.y[rows], samples.domain[rows].cpu()
-            logits = model(samples.inputs(rows))
-            hit = (logits.argmax(1) == y).long().cpu()
-            correct.index_add_(0, domain * classes + y.cpu(), hit)
-            loss.index_add_(0, domain, cross_entropy(logits, y, reduction="none").double().cpu())
-    cells = samples.domain.cpu() * classes + samples.y.cpu()
+            y, logits = samples.y[rows], model(samples.inputs(rows))
+            hits.append((logits.argmax(1) == y).long())
+            losses.append(cross_entropy(logits, y, reduction="none").double())
+    # Summed on the CPU, in the order of the samples, so that sums do not depend on the device.
+    domain = samples.domain.cpu()
+    cells = domain * classes + samples.y.cpu()
+    correct = torch.zeros(domains * classes, dtype=torch.int64)
+    correct.index_add_(0, cells, torch.cat(hits).cpu())
+    loss = torch.zeros(domains, dtype=torch.float64)
+    loss.index_add_(0, domain, torch.cat(losses).cpu())
     total = torch.bincount(cells, minlength=domains * classes)
     return Scores(correct.view(domains, classes), total.view(domains, classes), loss)

@@ -49,6 +49,7 @@ def test_strategies_do_not_know_the_app_and_flwr_stays_in_its_files(path):
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=str)
 def test_heavy_packages_are_not_imported_with_a_module(path):
     heavy = {"ot", "matplotlib", "sklearn", "mlxtend", "flwr_datasets", "datasets", "PIL"}
+    heavy |= {"onnx", "onnxscript", "onnxruntime"}
     if path.name == "multidomain.py":  # a subclass of their partitioner, itself imported late
         heavy -= {"flwr_datasets", "datasets"}
     assert not heavy & set(imports(path, top_level_only=True))

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from task.device import move
+
 __all__ = ["DataSet", "Samples"]
 
 
@@ -51,7 +53,7 @@ class Samples:
 
     def to(self, device: torch.device) -> "Samples":
         """Return the same samples on ``device``."""
-        return Samples(self.x.to(device), self.y.to(device), self.domain.to(device))
+        return Samples(*(move(t, device) for t in (self.x, self.y, self.domain)))
 
 
 @dataclass(frozen=True)
