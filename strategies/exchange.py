@@ -49,6 +49,9 @@ class FederationOptions:
         Rounds between evaluations; the last round is always evaluated.
     evaluate_on : str
         Who scores the global network: ``server`` (test sets) or ``clients`` (their own shares).
+    merge, trim : str, float
+        How an entry is merged: weighted ``mean``, ``median``, or ``trimmed``, the mean without the
+        fraction ``trim`` on each side.
     """
 
     clients: Annotated[int, Interval(1)] = 20
@@ -59,6 +62,8 @@ class FederationOptions:
     wait: Annotated[float, Interval(1)] = 120.0
     evaluate_every: Annotated[int, Interval(1)] = 1
     evaluate_on: Literal["server", "clients"] = "server"
+    merge: Literal["mean", "median", "trimmed"] = "mean"
+    trim: Annotated[float, Interval(0, 0.5, open_low=True, open_high=True)] = 0.2
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -66,6 +71,12 @@ class FederationOptions:
             raise ValueError(
                 f"min-replies = {self.min_replies}: must be at most {self.sampled(self.clients)}, "
                 f"the clients sampled in a round (fraction {self.fraction:g} of {self.clients})"
+            )
+        sampled = self.sampled(self.clients)
+        if self.merge == "trimmed" and int(self.trim * sampled) == 0:
+            raise ValueError(
+                f"trim = {self.trim:g}: drops nobody of the {sampled} clients in a round; must be "
+                f"at least 1/{sampled} and below 0.5, or take merge = 'median'"
             )
 
     def sampled(self, clients: int) -> int:

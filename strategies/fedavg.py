@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 from strategies.base import SubmodelStrategy
 from strategies.local import ClientHalf
-from strategies.ops.average import weighted_mean
 from strategies.records import Hello, Job, Update
 from task.channels import Kept
 from task.options import Interval, check_options
@@ -49,8 +48,8 @@ class FedAvg(SubmodelStrategy):
         return {c.client: Job(c.client, round, kept, state, kept) for c in clients}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average by samples."""
-        mean = weighted_mean([u.state for u in updates], [u.samples for u in updates])
+        """Average by samples, or as ``federation.merge`` says."""
+        mean = self.average.networks([u.state for u in updates], [u.samples for u in updates])
         scatter(mean, self.channels, self.global_kept(), self.state)
         return {}
 

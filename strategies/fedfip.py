@@ -40,14 +40,13 @@ from torch import Tensor
 from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.local import ClientHalf, cpu_state, relative
-from strategies.ops.average import average_overlap, weighted_mean
 from strategies.ops.contrastive import (
     move_prototypes,
     reproject,
     signature,
     structural_loss,
 )
-from strategies.ops.fisher import cap_per_domain, federate, gate_fisher, pool, renew, weight_fisher
+from strategies.ops.fisher import cap_per_domain, gate_fisher, pool, renew, weight_fisher
 from strategies.ops.select import jaccard, reactivate, tied, top_channels
 from strategies.records import Hello, Job, Update
 from strategies.signatures import (
@@ -152,18 +151,18 @@ class FedFIP(SubmodelStrategy):
         if dense or self.mask.all():
             self.refreshed = round
         if options.sa:
-            shared = weighted_mean([u.state for u in updates], weights)
+            shared = self.average.networks([u.state for u in updates], weights)
             scatter(shared, self.channels, self.channels.kept(self.mask), self.state)
         else:
             subs = [(u.state, self._held(u)) for u in updates]
-            self.state = average_overlap(self.state, self.channels, subs, weights)
+            self.state = self.average.overlapping(self.state, self.channels, subs, weights)
         diagnostics: dict[str, Any] = {"refresh": dense}
         if options.dsr:
             uploads = [read_signatures(u.extras, self.mask) for u in updates]
             self.prototypes = move_prototypes(self.prototypes, uploads, options.mu)
             diagnostics["prototype_share"] = self._shares()
         if options.dsfp:
-            measured = federate([u.extras["fisher"] for u in updates], weights)
+            measured = self.average.vectors([u.extras["fisher"] for u in updates], weights)
             self.importance = renew(self.importance, measured, self.channels, options.kappa)
             diagnostics["private"] = {u.client: int(u.costs.get("private", 0)) for u in updates}
             diagnostics["jaccard"] = self._next_mask(round)
