@@ -34,6 +34,7 @@ def save_checkpoint(
         "clients": [asdict(hello) for _, hello in sorted(strategy.exchange.clients.items())],
         "starved": strategy.starved,
         "personal": personal,
+        "ledger": strategy.ledger.saved(),
     }
     contiguous = {name: tensor.contiguous() for name, tensor in arrays.items()}
     write_atomically(folder / FILE, save(contiguous, {"fedsparse": json.dumps(about)}))

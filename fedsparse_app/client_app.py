@@ -100,6 +100,8 @@ def _introductions(config: Config, context: Context) -> list[Hello]:
     for name, index in _served(config, context).items():
         held = torch.bincount(data.train.domain[rows[index]], minlength=len(data.domains))
         domains = {k: int(n) for k, n in zip(data.domains, held, strict=True) if n}
+        if config.privacy.on:
+            domains = dict.fromkeys(data.domains, 1)  # tells nothing
         keep = context.node_config.get("keep")
         hellos.append(Hello(name, domains, None if keep is None else float(keep)))
     return hellos
@@ -126,6 +128,7 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
         memory=ClientState(_state_root(config, context), job.client),
         costs=work.costs,
         device=place,
+        privacy=config.privacy,
     )
     return STRATEGIES[config.strategy.name].client(me, config.method), job
 

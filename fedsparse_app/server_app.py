@@ -37,6 +37,10 @@ def main(grid: Grid, context: Context) -> None:
     log(INFO, "run folder: %s", folder)
     strategy = make_strategy(config, work)
     strategy.summary()
+    if config.privacy.on:
+        sampled = config.federation.sampled(config.federation.clients)
+        for line in strategy.ledger.lines(config.run.rounds, sampled):
+            log(INFO, "%s", line)
     recorder = Recorder(folder, config, work, strategy)
     write_atomically(folder / "partition.json", json.dumps(partition).encode())
     strategy.on_round = recorder
@@ -60,6 +64,7 @@ def make_strategy(config: Config, work: Workload) -> SubmodelStrategy:
         config.method,
         seed=config.run.seed,
         score_shape=work.score_shape,
+        privacy=config.privacy,
     )
 
 

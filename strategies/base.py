@@ -21,6 +21,9 @@ from torch import Tensor
 
 from strategies.exchange import Exchange, FederationOptions
 from strategies.memory import InMemory, Memory
+from strategies.ops.average import coverage
+from strategies.ops.robust import Merge
+from strategies.privacy import OFF, Ledger, PrivacyOptions, positive_variances
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes
 from task.channels import ChannelMap, Kept, State
@@ -45,6 +48,8 @@ class SubmodelStrategy(Strategy):
         Of client sampling and of whatever the method draws.
     score_shape : (int, int)
         Domains and classes of every score.
+    privacy : PrivacyOptions
+        What clients do to their updates before they send them.
     """
 
     def __init__(
@@ -55,9 +60,12 @@ class SubmodelStrategy(Strategy):
         *,
         seed: int,
         score_shape: tuple[int, int],
+        privacy: PrivacyOptions = OFF,
     ) -> None:
         self.channels, self.federation, self.options = channels, federation, options
         self.seed, self.score_shape = seed, score_shape
+        self.average = Merge(federation.merge, federation.trim)
+        self.privacy, self.ledger = privacy, Ledger(privacy)
         self.state: State = {}
         self.exchange = Exchange(federation, channels, seed)
         self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
@@ -97,6 +105,11 @@ class SubmodelStrategy(Strategy):
         What is large and per client goes to ``store(client)`` instead, which keeps it per round.
         """
         return {}
+
+    @classmethod
+    def unprotected(cls, options: Any) -> str:
+        """Return why differential privacy cannot cover the method's messages; "" where it can."""
+        return "does not say that its messages can be covered"
 
     def recall(self, memory: dict[str, Tensor]) -> None:
         """Take up what ``memory`` returned when the checkpoint was written."""
@@ -159,6 +172,7 @@ class SubmodelStrategy(Strategy):
         sampled = [self.exchange.clients[c] for c in self.exchange.sample(server_round, grid)]
         for client, job in self.jobs(sampled, server_round).items():
             self._round.jobs[client] = replace(job, evaluate=self.evaluates(server_round))
+        self.ledger.ask(self._round.jobs)
         return self.exchange.messages(self._round.jobs, MessageType.TRAIN, self._round)
 
     def aggregate_train(
@@ -192,11 +206,17 @@ class SubmodelStrategy(Strategy):
             )
         if not round.merged:
             return None, None
+        before = {n: t.clone() for n, t in self.state.items() if n.endswith("running_var")}
         round.diagnostics = self.merge(server_round, round.updates)
-        loss = sum(u.loss * u.samples for u in round.updates) / sum(
-            u.samples for u in round.updates
-        )
-        return ArrayRecord(self.state), MetricRecord({"loss": loss, "replies": len(round.updates)})
+        metrics = MetricRecord({"replies": len(round.updates)})
+        if self.privacy.on:
+            positive_variances(self.state, before)
+            self._account(round)
+        else:
+            metrics["loss"] = sum(u.loss * u.samples for u in round.updates) / sum(
+                u.samples for u in round.updates
+            )
+        return ArrayRecord(self.state), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -230,6 +250,14 @@ class SubmodelStrategy(Strategy):
         log(INFO, "%s", type(self).__name__)
         for field in fields(self.options):
             log(INFO, "├── %s: %s", field.name.replace("_", "-"), getattr(self.options, field.name))
+
+    def _account(self, round: Round) -> None:
+        """Enter a merge into the ledger: how many noises there are in every entry."""
+        kept = [self.uploaded(round.jobs[u.client], u) for u in round.updates]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
+        entries = coverage(self.channels, shapes, kept)
+        holders = min(clients for clients, number in entries.items() if clients and number)
+        self.ledger.merge((u.client for u in round.updates), holders)
 
     def evaluates(self, round: int) -> bool:
         """Whether ``round`` is one that gets evaluated."""

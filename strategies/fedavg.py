@@ -53,6 +53,11 @@ class FedAvg(SubmodelStrategy):
         scatter(mean, self.channels, self.global_kept(), self.state)
         return {}
 
+    @classmethod
+    def unprotected(cls, options: FedAvgOptions) -> str:
+        """Say that its one message, the network, is covered."""
+        return ""
+
     def global_kept(self) -> Kept:
         """Return the leading channels."""
         return self.channels.prefix(self.options.keep)

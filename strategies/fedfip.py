@@ -52,6 +52,7 @@ from strategies.records import Hello, Job, Update
 from strategies.signatures import (
     check_fisher,
     check_signatures,
+    disclosed,
     pack_mask,
     read_prototypes,
     read_signatures,
@@ -158,13 +159,17 @@ class FedFIP(SubmodelStrategy):
             self.state = self.average.overlapping(self.state, self.channels, subs, weights)
         diagnostics: dict[str, Any] = {"refresh": dense}
         if options.dsr:
-            uploads = [read_signatures(u.extras, self.mask) for u in updates]
+            extras = [u.extras for u in updates]
+            uploads = read_signatures(extras, self.mask, noised=self.privacy.on)
             self.prototypes = move_prototypes(self.prototypes, uploads, options.mu)
             diagnostics["prototype_share"] = self._shares()
         if options.dsfp:
             measured = self.average.vectors([u.extras["fisher"] for u in updates], weights)
+            measured.clamp_min_(0)  # the mean of noised Fisher may be negative
             self.importance = renew(self.importance, measured, self.channels, options.kappa)
-            diagnostics["private"] = {u.client: int(u.costs.get("private", 0)) for u in updates}
+            diagnostics["private"] = {
+                u.client: int(u.costs["private"]) for u in updates if "private" in u.costs
+            }
             diagnostics["jaccard"] = self._next_mask(round)
         return diagnostics
 
@@ -181,13 +186,18 @@ class FedFIP(SubmodelStrategy):
             raise ShapeError("held: shared channels are missing from the client's channels")
         return held
 
+    @classmethod
+    def unprotected(cls, options: FedFIPOptions) -> str:
+        """Say that without SA clients upload which channels are private."""
+        return "" if options.sa else "with fedfip.sa = false tells which channels are private"
+
     def validate(self, job: Job, update: Update) -> None:
         """Check the Fisher vector and the signatures."""
+        noised, shared, domains = self.privacy.on, int(self.mask.sum()), self.score_shape[0]
         if self.options.dsfp:
-            check_fisher(update.extras, self.channels.size)
+            check_fisher(update.extras, self.channels.size, noised=noised)
         if self.options.dsr:
-            shared, domains = int(self.mask.sum()), self.score_shape[0]
-            check_signatures(update.extras, shared, domains, update.samples)
+            check_signatures(update.extras, shared, domains, update.samples, noised=noised)
 
     def memory(self) -> dict[str, Tensor]:
         """Return F_g, the masks and the prototypes."""
@@ -287,6 +297,11 @@ class FedFIPClient(ClientHalf):
         return self.update(
             job, model, trained, begin, state=state, extras=extras, private=int(private.sum())
         )
+
+    def vectors(self, job: Job, extras: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return Fisher and signatures; which channels of them are sent, everybody knows."""
+        mask, domains = self.me.channels.mask(job.kept), self.me.score_shape[0]
+        return disclosed(extras, mask, domains, dense=refreshes(job))
 
     def _reactivated(self, fisher: Tensor | None, mask: np.ndarray) -> np.ndarray:
         if fisher is None or not self.options.reactivates:

@@ -152,6 +152,14 @@ class SubFLOT(SubmodelStrategy):
         self.state = {n: merged[n] if self.uploads(n) else t for n, t in self.state.items()}
         return {"removed": rho, "distinct_rows": distinct_rows(self.state, self.channels)}
 
+    @classmethod
+    def unprotected(cls, options: SubFLOTOptions) -> str:
+        """Say why noise could not hide what the server needs."""
+        return (
+            "needs every client's own network on the server, to cut its next submodel from it and "
+            "to align it before the mean: noise that hides it would leave nothing to align"
+        )
+
     def uploads(self, tensor: str) -> bool:
         """Leave out BatchNorm where it stays with the client."""
         return tensor not in self.local

@@ -49,7 +49,8 @@ def normal(count: int, generator: torch.Generator | None) -> Tensor:
         return torch.randn(count, generator=generator, dtype=torch.float64)
     bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> np.uint64(12)
     uniform = (bits.astype(np.float64) + 0.5) / 2.0**52  # exact, and never 0 or 1
-    return torch.special.ndtri(torch.from_numpy(uniform))
+    drawn: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
+    return drawn
 
 
 def epsilon(mu: float, delta: float) -> float:
