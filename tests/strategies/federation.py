@@ -12,6 +12,7 @@ from fedsparse_app.inprocess import InProcessGrid
 from strategies import STRATEGIES, FederationOptions
 from strategies.local import Participant
 from strategies.memory import InMemory
+from strategies.privacy import OFF
 from strategies.records import Hello, decode_job, encode_hellos, encode_scores, encode_update
 from task.data.dataset import Samples
 from task.seeding import seeded
@@ -65,12 +66,13 @@ class Federation:
         federation=None,
         nodes=None,
         training=None,
+        privacy=OFF,
         **options,
     ):
         self.model = network()
         self.channels = trace(self.model, torch.randn(2, 2, 6, 6), verify=False)
         made = STRATEGIES[method].options(**options)
-        self.rounds, self.tamper = [], tamper or {}
+        self.rounds, self.tamper, self.privacy = [], tamper or {}, privacy
         self.server = STRATEGIES[method].server(
             self.channels,
             replace(
@@ -81,6 +83,7 @@ class Federation:
             made,
             seed=seed,
             score_shape=(DOMAINS, CLASSES),
+            privacy=privacy,
         )
         self.server.on_round = self.rounds.append
         self.halves = {
@@ -104,6 +107,7 @@ class Federation:
             memory=InMemory(),
             costs=lambda net: {"parameters": sum(p.numel() for p in net.parameters())},
             device=torch.device("cpu"),
+            privacy=self.privacy,
         )
 
     def app(self):
