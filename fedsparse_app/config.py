@@ -135,7 +135,7 @@ def read(run_config: Mapping[str, Any]) -> Config:
 def _unprotected(config: Config) -> str:
     """Return why differential privacy cannot be had with the other options; "" if it can."""
     name, federation = config.strategy.name, config.federation
-    if reason := STRATEGIES[name].server.unprotected(config.method):
+    if reason := getattr(config.method, "unprotected", "has messages that it does not cover"):
         return f"{name} {reason}"
     if federation.merge != "mean":
         return (

@@ -106,11 +106,6 @@ class SubmodelStrategy(Strategy):
         """
         return {}
 
-    @classmethod
-    def unprotected(cls, options: Any) -> str:
-        """Return why differential privacy cannot cover the method's messages; "" where it can."""
-        return "does not say that its messages can be covered"
-
     def recall(self, memory: dict[str, Tensor]) -> None:
         """Take up what ``memory`` returned when the checkpoint was written."""
 

@@ -32,6 +32,8 @@ class FedAvgOptions:
 
     keep: Annotated[float, Interval(0, 1, open_low=True)] = 1.0
 
+    unprotected = ""  # differential privacy covers its one message, the network
+
     def __post_init__(self) -> None:
         check_options(self)
 
@@ -52,11 +54,6 @@ class FedAvg(SubmodelStrategy):
         mean = self.average.networks([u.state for u in updates], [u.samples for u in updates])
         scatter(mean, self.channels, self.global_kept(), self.state)
         return {}
-
-    @classmethod
-    def unprotected(cls, options: FedAvgOptions) -> str:
-        """Say that its one message, the network, is covered."""
-        return ""
 
     def global_kept(self) -> Kept:
         """Return the leading channels."""

@@ -114,6 +114,11 @@ class FedFIPOptions:
         return self.dsr and self.lambda_con > 0 and self.dsr_grad != "none"
 
     @property
+    def unprotected(self) -> str:
+        """Return why differential privacy cannot cover the messages, "" if it can."""
+        return "" if self.sa else "tells with fedfip.sa = false which channels are private"
+
+    @property
     def reactivates(self) -> bool:
         """Whether clients can hold private channels."""
         return self.dsfp and self.keep < 1 and self.phi < math.inf and self.react_max > 0
@@ -185,11 +190,6 @@ class FedFIP(SubmodelStrategy):
         if (self.channels.mask(job.kept) & ~self.channels.mask(held)).any():
             raise ShapeError("held: shared channels are missing from the client's channels")
         return held
-
-    @classmethod
-    def unprotected(cls, options: FedFIPOptions) -> str:
-        """Say that without SA clients upload which channels are private."""
-        return "" if options.sa else "with fedfip.sa = false tells which channels are private"
 
     def validate(self, job: Job, update: Update) -> None:
         """Check the Fisher vector and the signatures."""

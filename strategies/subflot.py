@@ -84,6 +84,8 @@ class SubFLOTOptions:
     sar: bool = True
     ota: bool = True
 
+    unprotected = "needs every client's own network on the server, to cut and to align it"
+
     def __post_init__(self) -> None:
         check_options(self)
         self.removed()
@@ -151,14 +153,6 @@ class SubFLOT(SubmodelStrategy):
         merged = mix(merged, self.state, 1 - self.options.ota_keep)
         self.state = {n: merged[n] if self.uploads(n) else t for n, t in self.state.items()}
         return {"removed": rho, "distinct_rows": distinct_rows(self.state, self.channels)}
-
-    @classmethod
-    def unprotected(cls, options: SubFLOTOptions) -> str:
-        """Say why noise could not hide what the server needs."""
-        return (
-            "needs every client's own network on the server, to cut its next submodel from it and "
-            "to align it before the mean: noise that hides it would leave nothing to align"
-        )
 
     def uploads(self, tensor: str) -> bool:
         """Leave out BatchNorm where it stays with the client."""
