@@ -168,6 +168,16 @@ class Ledger:
         """Return what a checkpoint must hold."""
         return {"asked": self.asked, "merged": self.merged}
 
+    def recall(self, saved: Mapping[str, Any]) -> None:
+        """Take up ``saved`` for a run that goes on.
+
+        The round that was under way when the run stopped is asked for again; with secret noise the
+        server may then have had two different answers, so it counts once more.
+        """
+        again = 1 if self.options.noise == "secret" else 0
+        self.asked = {client: int(n) + again for client, n in saved["asked"].items()}
+        self.merged = {client: float(n) for client, n in saved["merged"].items()}
+
     def _epsilons(self, merged: float, asked: float) -> dict[str, float]:
         o, z = self.options, self.options.noise_multiplier
         return {

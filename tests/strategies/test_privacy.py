@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -255,6 +256,17 @@ def test_the_ledger_follows_the_client_that_was_in_most_rounds():
     assert spent["epsilon"] == epsilon(math.sqrt(1 / 2 + 1 + 1 / 3) / 0.5, 1e-4)
     assert spent["epsilon_server"] == epsilon(2 * math.sqrt(3) / 0.5, 1e-4)
     assert ledger.planned(8, 20)["epsilon"] == epsilon(math.sqrt(8 / 20) / 0.5, 1e-4)
+
+
+@pytest.mark.parametrize(("noise", "again"), [("secret", 1), ("seeded", 0)])
+def test_a_ledger_that_is_taken_up_counts_the_round_that_is_done_again(noise, again):
+    options = PrivacyOptions(noise_multiplier=0.5, noise=noise)
+    before, after = Ledger(options), Ledger(options)
+    before.ask(["a", "b"])
+    before.merge(["a"], 3)
+    after.recall(json.loads(json.dumps(before.saved())))
+    assert after.asked == {"a": 1 + again, "b": 1 + again}
+    assert after.spent()["epsilon"] == before.spent()["epsilon"]
 
 
 def test_rounds_are_entered_as_they_happen():
