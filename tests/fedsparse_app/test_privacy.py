@@ -29,7 +29,7 @@ def test_a_run_states_epsilon_first_in_every_round_and_last(tmp_path, caplog):
     rounds = read_run(folder).rounds
     assert rounds[0]["privacy"] == {"epsilon": 0.0, "epsilon_server": 0.0, "delta": 1e-5}
     assert rounds[1]["privacy"] == pytest.approx(planned)
-    lines = [r.getMessage() for r in caplog.records if "epsilon" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "at delta" in r.getMessage()]
     assert len(lines) == 2
     for line in lines:
         assert f"{planned['epsilon']:.4g}" in line
