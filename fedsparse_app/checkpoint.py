@@ -40,6 +40,8 @@ class Checkpoint:
         Those met so far.
     starved : int
         Rounds in a row without enough replies.
+    ledger : dict
+        What the rounds have told about each client, as differential privacy counts it.
     recorder : dict
         What the recorder carries from round to round.
     """
@@ -51,6 +53,7 @@ class Checkpoint:
     versions: dict[str, str]
     clients: list[Hello]
     starved: int
+    ledger: dict[str, Any]
     recorder: dict[str, Any]
 
 
@@ -72,6 +75,7 @@ def save_checkpoint(
             "versions": versions(),
             "clients": [asdict(hello) for _, hello in sorted(strategy.exchange.clients.items())],
             "starved": strategy.starved,
+            "ledger": strategy.ledger.saved(),
             "recorder": recorder,
         }
     )

@@ -88,7 +88,10 @@ def introductions(config: Config, node: Mapping[str, Any]) -> list[Hello]:
             hellos.append(Hello(name, {}, refusal=str(error)))
             continue
         tell_skipped(name, share.skipped)
-        hellos.append(with_capacity(share.hello(name, data), node, config))
+        hello = share.hello(name, data)
+        if config.privacy.on:  # tells nothing of the data
+            hello = Hello(name, dict.fromkeys(data.domains, 1))
+        hellos.append(with_capacity(hello, node, config))
     return hellos
 
 
@@ -115,6 +118,7 @@ def _client(config: Config, message: Message, context: Context) -> tuple[ClientH
         costs=work.costs,
         device=place,
         autocast=config.run.autocast,
+        privacy=config.privacy,
     )
     return STRATEGIES[config.strategy.name].client(me, config.method), job
 

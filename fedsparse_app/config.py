@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.overrides import Scalar
-from strategies import STRATEGIES, FederationOptions
+from strategies import STRATEGIES, FederationOptions, PrivacyOptions
 from task.data import DATASETS, folder
 from task.data.options import DataOptions
 from task.data.partition import PartitionOptions
@@ -63,6 +63,7 @@ SECTIONS: dict[str, type[Any]] = {
     "partition": PartitionOptions,
     "model": ModelOptions,
     "train": TrainingOptions,
+    "privacy": PrivacyOptions,
     **{name: method.options for name, method in STRATEGIES.items()},
 }
 
@@ -78,6 +79,7 @@ class Config:
     partition: PartitionOptions
     model: ModelOptions
     train: TrainingOptions
+    privacy: PrivacyOptions
     method: Any
 
     def flat(self) -> dict[str, Scalar]:
@@ -131,10 +133,34 @@ def read(run_config: Mapping[str, Any]) -> Config:
     if read_section["data"].name == folder.NAME:
         _check_judge(read_section["data"], read_section["federation"])
     names = [field.name for field in fields(Config) if field.name != "method"]
-    return Config(
+    config = Config(
         **{name: read_section[name] for name in names},
         method=read_section[read_section["strategy"].name],
     )
+    if config.privacy.on and (reason := _unprotected(config)):
+        z = config.privacy.noise_multiplier
+        raise ConfigError(f"privacy.noise-multiplier = {z:g}: {reason}; 0 switches privacy off")
+    return config
+
+
+def _unprotected(config: Config) -> str:
+    """Return why differential privacy cannot be had with the other options; "" if it can."""
+    name, federation = config.strategy.name, config.federation
+    if reason := getattr(config.method, "unprotected", "has messages that it does not cover"):
+        return f"{name} {reason}"
+    if federation.merge != "mean":
+        return (
+            f"noise of many clients cancels in a mean, not in federation.merge = "
+            f"{federation.merge!r}; must be 'mean'"
+        )
+    if federation.evaluate_on == "clients":
+        return "federation.evaluate-on = 'clients' sends scores without noise; must be 'server'"
+    if config.privacy.delta >= 1 / federation.clients:
+        return (
+            f"privacy.delta = {config.privacy.delta:g} would let one of {federation.clients} "
+            f"clients be published whole; must be below {1 / federation.clients:g}"
+        )
+    return ""
 
 
 def _section(section: str, options: type[Any], run_config: Mapping[str, Any]) -> Any:

@@ -99,6 +99,14 @@ class Recorder:
             self.upload_ratio,
             self.flops_ratio,
         )
+        if self.config.privacy.on:
+            spent = self.strategy.ledger.spent()
+            log(
+                INFO,
+                "privacy spent: epsilon %.4g against whoever sees the merged models, %.4g against "
+                "the server, at delta %g",
+                *spent.values(),
+            )
         kept = self.strategy.global_kept()
         state = extract(self.strategy.state, self.work.channels, kept)
         metadata = {
@@ -120,7 +128,8 @@ class Recorder:
         self, round: Round, kept: Kept, network: nn.Module, scores: Scores | None
     ) -> dict[str, Any]:
         channels, costs = self.work.channels, self.work.costs(network)
-        samples = sum(u.samples for u in round.updates)
+        told = [] if self.config.privacy.on else round.updates  # clients keep their loss then
+        samples = sum(u.samples for u in told)
         bytes_up = sum(round.bytes_up.get(u.client, 0) for u in round.updates)
         if round.merged:
             self.upload_ratio = bytes_up / (len(round.updates) * self.dense_bytes)
@@ -128,7 +137,9 @@ class Recorder:
             self.flops_ratio = flops / self.dense["train-flops"]
         keep = sum(len(index) for index in kept.values()) / max(1, channels.size)
         uploads = [self.strategy.uploaded(round.jobs[u.client], u) for u in round.updates]
+        spent = {"privacy": self.strategy.ledger.spent()} if self.config.privacy.on else {}
         return {
+            **spent,
             "round": round.number,
             "replies": len(round.updates),
             "merged": round.merged,
@@ -136,7 +147,7 @@ class Recorder:
                 {"client": client, "reason": reason}
                 for client, reason in sorted((*round.failures.items(), *round.refused.items()))
             ],
-            "loss": sum(u.loss * u.samples for u in round.updates) / samples if samples else None,
+            "loss": sum(u.loss * u.samples for u in told) / samples if told else None,
             "global": None if scores is None else self._accuracy(scores),
             "personal": self._personal(round),
             "keep": keep,
@@ -189,6 +200,7 @@ class Recorder:
         update = next((u for u in round.updates if u.client == client), None)
         if update is None:
             return row
+        hidden = self.config.privacy.on  # what the update says instead are constants
         held = sum(len(index) for index in round.jobs[client].kept.values())
         private = int(update.costs.get("private", 0))
         row |= {
@@ -200,9 +212,9 @@ class Recorder:
             * update.samples
             * self.config.train.epochs,
             "seconds": update.costs.get("seconds"),
-            "samples": update.samples,
-            "steps": update.steps,
-            "loss": update.loss,
+            "samples": None if hidden else update.samples,
+            "steps": None if hidden else update.steps,
+            "loss": None if hidden else update.loss,
             "private": private,
         }
         if update.scores is not None:

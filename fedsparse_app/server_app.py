@@ -63,12 +63,17 @@ def _run(
 ) -> None:
     strategy = make_strategy(config, work)
     strategy.summary()
+    if config.privacy.on:
+        sampled = config.federation.sampled(config.federation.clients)
+        for line in strategy.ledger.lines(config.run.rounds, sampled):
+            log(INFO, "%s", line)
     recorder = Recorder(folder, config, work, strategy)
     strategy.on_round = recorder
     strategy.store = lambda client: ClientState(folder / "histories", client)
     state = work.model.state_dict()
     if begun is not None:
         strategy.resume(begun.round, begun.memory, begun.clients, begun.starved)
+        strategy.ledger.recall(begun.ledger)
         recorder.resume(begun)
         state = {name: begun.model[name] for name in state}
     strategy.start(grid, ArrayRecord(state), config.run.rounds, config.federation.timeout)
@@ -85,6 +90,7 @@ def make_strategy(config: Config, work: Workload) -> SubmodelStrategy:
         config.method,
         seed=config.run.seed,
         score_shape=work.score_shape,
+        privacy=config.privacy,
     )
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import SubmodelStrategy
-from strategies.exchange import FederationOptions
 from strategies.fedavg import FedAvg, FedAvgClient, FedAvgOptions
+from strategies.federation import FederationOptions
 from strategies.fedfip import FedFIP, FedFIPClient, FedFIPOptions
 from strategies.local import ClientHalf
+from strategies.privacy import PrivacyOptions
 from strategies.subflot import SubFLOT, SubFLOTClient, SubFLOTOptions
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FedFIPOptions",
     "FederationOptions",
     "Method",
+    "PrivacyOptions",
     "SubFLOT",
     "SubFLOTClient",
     "SubFLOTOptions",
@@ -32,7 +34,7 @@ __all__ = [
 class Method:
     """A method: its two halves and its options."""
 
-    server: Callable[..., SubmodelStrategy]
+    server: type[SubmodelStrategy]
     client: Callable[..., ClientHalf]
     options: type[Any]
 

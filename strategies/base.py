@@ -20,15 +20,19 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 from torch import Tensor
 
-from strategies.exchange import Exchange, FederationOptions, receive
+from strategies.exchange import Exchange, receive
+from strategies.federation import FederationOptions
 from strategies.memory import InMemory, Memory, Personal
+from strategies.ops.average import coverage
+from strategies.ops.robust import Merge
+from strategies.privacy import OFF, Ledger, PrivacyOptions, positive_variances
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes, most_bytes
 from task.channels import ChannelMap, Kept, State
 from task.submodel import extract
 from task.train import Scores
 
-__all__ = ["FederationOptions", "SubmodelStrategy"]
+__all__ = ["SubmodelStrategy"]
 
 
 class SubmodelStrategy(Strategy):
@@ -46,6 +50,8 @@ class SubmodelStrategy(Strategy):
         Of client sampling and of whatever the method draws.
     score_shape : (int, int)
         Domains and classes of every score.
+    privacy : PrivacyOptions
+        What clients do to their updates before they send them.
     """
 
     def __init__(
@@ -56,9 +62,12 @@ class SubmodelStrategy(Strategy):
         *,
         seed: int,
         score_shape: tuple[int, int],
+        privacy: PrivacyOptions = OFF,
     ) -> None:
         self.channels, self.federation, self.options = channels, federation, options
         self.seed, self.score_shape = seed, score_shape
+        self.average = Merge(federation.merge, federation.trim)
+        self.privacy, self.ledger = privacy, Ledger(privacy)
         self.state: State = {}
         self.exchange = Exchange(federation, channels, seed, self.admit)
         self.rounds, self.starved = 0, 0  # to run; in a row without enough replies
@@ -199,6 +208,7 @@ class SubmodelStrategy(Strategy):
         sampled = [self.exchange.clients[c] for c in self.exchange.sample(server_round, grid)]
         for client, job in self.jobs(sampled, server_round).items():
             self._round.jobs[client] = replace(job, evaluate=self.evaluates(server_round))
+        self.ledger.ask(self._round.jobs)
         return self.exchange.messages(self._round.jobs, MessageType.TRAIN, self._round)
 
     def aggregate_train(
@@ -228,15 +238,21 @@ class SubmodelStrategy(Strategy):
             raise RuntimeError(
                 f"{self.starved} rounds in a row with fewer than "
                 f"federation.min-replies = {self.federation.min_replies} usable replies; "
-                + _blame(round)
+                + round.blame()
             )
         if not round.merged:
             return None, None
+        before = {n: t.clone() for n, t in self.state.items() if n.endswith("running_var")}
         round.diagnostics = self.merge(server_round, round.updates)
-        loss = sum(u.loss * u.samples for u in round.updates) / sum(
-            u.samples for u in round.updates
-        )
-        return ArrayRecord(self.state), MetricRecord({"loss": loss, "replies": len(round.updates)})
+        metrics = MetricRecord({"replies": len(round.updates)})
+        if self.privacy.on:
+            positive_variances(self.state, before)
+            self._account(round)
+        else:
+            metrics["loss"] = sum(u.loss * u.samples for u in round.updates) / sum(
+                u.samples for u in round.updates
+            )
+        return ArrayRecord(self.state), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -271,15 +287,14 @@ class SubmodelStrategy(Strategy):
         for field in fields(self.options):
             log(INFO, "├── %s: %s", field.name.replace("_", "-"), getattr(self.options, field.name))
 
+    def _account(self, round: Round) -> None:
+        """Enter a merge into the ledger: how many noises there are in every entry."""
+        kept = [self.uploaded(round.jobs[u.client], u) for u in round.updates]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
+        entries = coverage(self.channels, shapes, kept)
+        holders = min(clients for clients, number in entries.items() if clients and number)
+        self.ledger.merge((u.client for u in round.updates), holders)
+
     def evaluates(self, round: int) -> bool:
         """Whether ``round`` is one that gets evaluated."""
         return round % self.federation.evaluate_every == 0 or round == self.rounds
-
-
-def _blame(round: Round) -> str:
-    for client, reason in sorted(round.failures.items()):
-        hint = ""
-        if "ActorDiedError" in reason:
-            hint = " (a worker process died: too little memory? fewer clients at a time)"
-        return f"{client}: {reason}{hint}"
-    return f"{len(round.updates)} of {len(round.jobs)} clients answered in the last one"

@@ -7,9 +7,7 @@ replies come in any order; above this file there are clients and jobs only.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from logging import WARNING
-from typing import Annotated, Literal
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, RecordDict
@@ -17,14 +15,14 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from strategies.errors import ShapeError
+from strategies.federation import FederationOptions
 from strategies.records import Hello, Job, decode_hellos, encode_job, held_bytes, wire_bytes
 from strategies.roster import Roster
 from strategies.rounds import Round, one_line
 from task.channels import ChannelMap
-from task.options import Interval, check_options
 from task.seeding import generator
 
-__all__ = ["Exchange", "FederationOptions"]
+__all__ = ["Exchange", "receive"]
 
 TRIES = 3
 """Hellos to a node that does not answer them: it must not hold up every round."""
@@ -32,54 +30,6 @@ SUPERLINK = 1
 """Flower's node id of the SuperLink, which answers with an error for a node that is gone."""
 UNREADABLE = 4
 """Flower's error code of a reply that cannot be had."""
-
-
-@dataclass(frozen=True)
-class FederationOptions:
-    """Who takes part and who evaluates.
-
-    Parameters
-    ----------
-    clients : int
-        Clients to wait for before round 1.
-    fraction : float
-        Share of the clients sampled in each round.
-    min_replies : int
-        Fewer usable replies leave the global model as it was.
-    patience : int
-        Rounds in a row without ``min_replies`` after which the run fails.
-    timeout, wait : float
-        Seconds for the replies of a round; seconds for the clients to appear.
-    evaluate_every : int
-        Rounds between evaluations; the last round is always evaluated.
-    evaluate_on : str
-        Who scores the global network: ``server`` (test sets) or ``clients`` (their own shares).
-    bind_keys : bool
-        A client id stays with the SuperNode key that introduced it first; needs SuperNode
-        authentication, without which every start of a SuperNode makes a new key.
-    """
-
-    clients: Annotated[int, Interval(1)] = 20
-    fraction: Annotated[float, Interval(0, 1, open_low=True)] = 1.0
-    min_replies: Annotated[int, Interval(1)] = 2
-    patience: Annotated[int, Interval(1)] = 3
-    timeout: Annotated[float, Interval(1)] = 600.0
-    wait: Annotated[float, Interval(1)] = 120.0
-    evaluate_every: Annotated[int, Interval(1)] = 1
-    evaluate_on: Literal["server", "clients"] = "server"
-    bind_keys: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.min_replies > self.sampled(self.clients):
-            raise ValueError(
-                f"min-replies = {self.min_replies}: must be at most {self.sampled(self.clients)}, "
-                f"the clients sampled in a round (fraction {self.fraction:g} of {self.clients})"
-            )
-
-    def sampled(self, clients: int) -> int:
-        """Return how many of ``clients`` a round samples: ``fraction`` of them, at least one."""
-        return max(1, int(self.fraction * clients + 0.5))
 
 
 class Exchange:

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.local import ClientHalf
-from strategies.ops.average import weighted_mean
 from strategies.records import Hello, Job, Update
 from task.channels import Kept
 from task.options import Interval, check_options
@@ -33,6 +32,8 @@ class FedAvgOptions:
     """Width of the one network, as a fraction of the dense one."""
 
     keep: Annotated[float, Interval(0, 1, open_low=True)] = 1.0
+
+    unprotected = ""  # differential privacy covers its one message, the network
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -61,8 +62,8 @@ class FedAvg(SubmodelStrategy):
         return {c.client: Job(c.client, round, kept, state, kept) for c in clients}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average by samples."""
-        mean = weighted_mean([u.state for u in updates], [u.samples for u in updates])
+        """Average by samples, or as ``federation.merge`` says."""
+        mean = self.average.networks([u.state for u in updates], [u.samples for u in updates])
         scatter(mean, self.channels, self.global_kept(), self.state)
         return {}
 

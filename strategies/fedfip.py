@@ -46,19 +46,19 @@ from strategies.base import SubmodelStrategy
 from strategies.errors import ShapeError
 from strategies.local import ClientHalf, cpu_state, relative
 from strategies.memory import Memory, Personal
-from strategies.ops.average import average_overlap, weighted_mean
 from strategies.ops.contrastive import (
     move_prototypes,
     reproject,
     signature,
     structural_loss,
 )
-from strategies.ops.fisher import cap_per_domain, federate, gate_fisher, pool, renew, weight_fisher
+from strategies.ops.fisher import cap_per_domain, gate_fisher, pool, renew, weight_fisher
 from strategies.ops.select import jaccard, nested, reactivate, tied, top_channels
 from strategies.records import Hello, Job, Update
 from strategies.signatures import (
     check_fisher,
     check_signatures,
+    disclosed,
     pack_mask,
     read_prototypes,
     read_signatures,
@@ -121,6 +121,11 @@ class FedFIPOptions:
         return self.dsr and self.lambda_con > 0 and self.dsr_grad != "none"
 
     @property
+    def unprotected(self) -> str:
+        """Return why differential privacy cannot cover the messages, "" if it can."""
+        return "" if self.sa else "tells with fedfip.sa = false which channels are private"
+
+    @property
     def reactivates(self) -> bool:
         """Whether clients can hold private channels."""
         return self.dsfp and self.keep < 1 and self.phi < math.inf and self.react_max > 0
@@ -156,21 +161,24 @@ class FedFIP(SubmodelStrategy):
             self.refreshed = round
         alike = not any(u.client in self._narrow for u in updates)
         if options.sa and alike:
-            shared = weighted_mean([u.state for u in updates], weights)
+            shared = self.average.networks([u.state for u in updates], weights)
             scatter(shared, self.channels, self.channels.kept(self.mask), self.state)
         else:
             subs = [(u.state, self._sent(u)) for u in updates]
-            self.state = average_overlap(self.state, self.channels, subs, weights)
+            self.state = self.average.overlapping(self.state, self.channels, subs, weights)
         diagnostics: dict[str, Any] = {"refresh": dense}
         if options.dsr:
-            signing = [u for u in updates if u.client not in self._narrow]
-            uploads = [read_signatures(u.extras, self.mask) for u in signing]
+            extras = [u.extras for u in updates if u.client not in self._narrow]
+            uploads = read_signatures(extras, self.mask, noised=self.privacy.on)
             self.prototypes = move_prototypes(self.prototypes, uploads, options.mu)
             diagnostics["prototype_share"] = self._shares()
         if options.dsfp:
-            measured = federate([u.extras["fisher"] for u in updates], weights)
+            measured = self.average.vectors([u.extras["fisher"] for u in updates], weights)
+            measured.clamp_min_(0)  # the mean of noised Fisher may be negative
             self.importance = renew(self.importance, measured, self.channels, options.kappa)
-            diagnostics["private"] = {u.client: int(u.costs.get("private", 0)) for u in updates}
+            diagnostics["private"] = {
+                u.client: int(u.costs["private"]) for u in updates if "private" in u.costs
+            }
             diagnostics["jaccard"] = self._next_mask(round)
         return diagnostics
 
@@ -189,11 +197,11 @@ class FedFIP(SubmodelStrategy):
 
     def validate(self, job: Job, update: Update) -> None:
         """Check the Fisher vector and the signatures."""
+        noised, shared, domains = self.privacy.on, int(self.mask.sum()), self.score_shape[0]
         if self.options.dsfp:
-            check_fisher(update.extras, self.channels.size)
+            check_fisher(update.extras, self.channels.size, noised=noised)
         if self.options.dsr and not narrow(job):
-            shared, domains = int(self.mask.sum()), self.score_shape[0]
-            check_signatures(update.extras, shared, domains, update.samples)
+            check_signatures(update.extras, shared, domains, update.samples, noised=noised)
 
     def rehearsal(self, round: int) -> "FedFIP":
         """Return a copy whose channels are all alike important, without a refresh of Fisher."""
@@ -367,6 +375,11 @@ class FedFIPClient(ClientHalf):
         return self.update(
             job, model, trained, begin, state=state, extras=extras, private=int(private.sum())
         )
+
+    def vectors(self, job: Job, extras: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return Fisher and signatures; which channels of them are sent, everybody knows."""
+        mask, domains = self.me.channels.mask(job.kept), self.me.score_shape[0]
+        return disclosed(extras, mask, domains, dense=refreshes(job))
 
     def _reactivated(
         self, fisher: Tensor | None, mask: np.ndarray, room: Tensor | None = None

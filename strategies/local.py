@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from strategies.memory import Memory
+from strategies.privacy import OFF, PrivacyOptions, release
 from strategies.records import Job, Update
 from task.channels import ChannelMap, Kept, State
 from task.data.dataset import Samples
 from task.device import Autocast, place, to_host
 from task.seeding import generator, seeded
-from task.submodel import slice_module
+from task.submodel import extract, slice_module
 from task.train import Fit, Penalty, Scores, TrainingOptions, evaluate, fit
 
 __all__ = ["ClientHalf", "Participant", "cpu_state", "relative"]
@@ -50,6 +51,8 @@ class Participant:
         Where it trains.
     autocast : str
         Precision of the forward pass in training: ``off``, ``bf16`` or ``fp16``.
+    privacy : PrivacyOptions
+        What is done to an update before it is sent.
     """
 
     id: str
@@ -64,6 +67,7 @@ class Participant:
     costs: Callable[[nn.Module], dict[str, float]]
     device: torch.device
     autocast: Autocast = "off"
+    privacy: PrivacyOptions = OFF
 
     def submodel(self, kept: Kept, state: State) -> nn.Module:
         """Return the network cut down to ``kept`` with the tensors ``state``, on the device."""
@@ -118,11 +122,14 @@ class ClientHalf(ABC):
         private: int = 0,
     ) -> Update:
         """Build the answer; ``state`` defaults to all tensors of ``model``."""
+        state = cpu_state(model) if state is None else state
+        if self.me.privacy.on:
+            return self._released(job, state, extras or {})
         scores = self.scores(model) if job.evaluate else None
         return Update(
             client=job.client,
             round=job.round,
-            state=cpu_state(model) if state is None else state,
+            state=state,
             samples=len(self.me.train),
             steps=trained.steps,
             loss=trained.loss / trained.samples,
@@ -134,6 +141,23 @@ class ClientHalf(ABC):
                 "seconds": time.perf_counter() - begin,
             },
         )
+
+    def vectors(self, job: Job, extras: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what of ``extras`` leaves under differential privacy, as `release` takes it."""
+        return {}
+
+    def _released(self, job: Job, state: State, extras: dict[str, Tensor]) -> Update:
+        """Build the answer of which ``privacy`` covers everything that depends on the data."""
+        me = self.me
+        anchor = job.state if job.sent is job.kept else extract(job.state, me.channels, job.kept)
+        seeded_noise = me.privacy.noise == "seeded"
+        draw = me.generator("dp noise", job.round) if seeded_noise else None
+        costs = me.costs(me.submodel(job.kept, anchor))  # without private channels and seconds
+        # One sample of every domain, as it said hello: weights and counts are the same for all.
+        update = Update(
+            job.client, job.round, state, samples=me.score_shape[0], steps=1, loss=0.0, costs=costs
+        )
+        return release(update, anchor, self.vectors(job, extras), me.privacy, draw)
 
 
 def cpu_state(model: nn.Module) -> State:

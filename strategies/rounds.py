@@ -64,6 +64,15 @@ class Round:
         """Write down why the reply of ``client`` does not count."""
         self.failures[client] = one_line(reason)
 
+    def blame(self) -> str:
+        """Return what is to blame for too few replies."""
+        for client, reason in sorted(self.failures.items()):
+            hint = ""
+            if "ActorDiedError" in reason:
+                hint = " (a worker process died: too little memory? fewer clients at a time)"
+            return f"{client}: {reason}{hint}"
+        return f"{len(self.updates)} of {len(self.jobs)} clients answered in the last one"
+
 
 def one_line(reason: str) -> str:
     """Return a reason, parts of which can be a client's own words, as one short printable line."""

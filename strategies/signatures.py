@@ -4,7 +4,7 @@ Distributions over channels travel as float16, scaled to mean 1 so that small sh
 channels outside the mask, where they are zero, are left out. Masks travel as one bit per channel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from task.channels import Bools
 __all__ = [
     "check_fisher",
     "check_signatures",
+    "disclosed",
     "pack_mask",
     "read_prototypes",
     "read_signatures",
@@ -59,8 +60,20 @@ def write_signatures(
     }
 
 
-def read_signatures(extras: Extras, mask: Bools) -> dict[int, tuple[Tensor, int]]:
-    """Read domain -> (V^(k), (C,), and its samples)."""
+def read_signatures(
+    uploads: Sequence[Extras], mask: Bools, *, noised: bool = False
+) -> list[dict[int, tuple[Tensor, int]]]:
+    """Read of every client domain -> (V^(k), (C,), and its samples).
+
+    Noised ones are read as one client's: in their sum the noises cancel, and what matters of it is
+    its direction, so the zero rows of clients without a domain do no harm.
+    """
+    if noised and uploads:
+        return [_sum(uploads, mask)]
+    return [_signatures(extras, mask) for extras in uploads]
+
+
+def _signatures(extras: Extras, mask: Bools) -> dict[int, tuple[Tensor, int]]:
     rows = torch.zeros(len(extras["signatures"]), len(mask))
     rows[:, torch.from_numpy(mask)] = extras["signatures"].float()
     rows /= rows.sum(1, keepdim=True).clamp_min(1e-12)
@@ -68,8 +81,34 @@ def read_signatures(extras: Extras, mask: Bools) -> dict[int, tuple[Tensor, int]
     return {k: (row, n) for k, row, n in triples}
 
 
-def check_fisher(extras: Extras, channels: int) -> None:
-    """Refuse a Fisher vector that is none; NaN = not measured.
+def disclosed(extras: Extras, mask: Bools, domains: int, *, dense: bool) -> dict[str, Tensor]:
+    """Return the vectors of a client's ``extras`` that noise is put on before they are sent.
+
+    Fisher has values where everybody knows that it has: on ``mask``, or on all channels of a
+    ``dense`` pass. Signatures have a row for each of all ``domains``, zero where the client has
+    none, so that neither shapes nor counts tell anything.
+    """
+    vectors = {}
+    if "fisher" in extras:
+        sent = torch.from_numpy(mask) | dense
+        known = extras["fisher"].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        vectors["fisher"] = torch.where(sent, known, torch.nan)
+    if "signatures" in extras:
+        vectors["signatures"] = torch.zeros(domains, int(mask.sum()))
+        for k, (row, _) in _signatures(extras, mask).items():
+            vectors["signatures"][k] = row[torch.from_numpy(mask)].nan_to_num(nan=0.0)
+    return vectors
+
+
+def _sum(uploads: Sequence[Extras], mask: Bools) -> dict[int, tuple[Tensor, int]]:
+    total = torch.stack([extras["signatures"].double() for extras in uploads]).sum(0).clamp_min(0)
+    rows = torch.zeros(len(total), len(mask))
+    rows[:, torch.from_numpy(mask)] = (total / total.sum(1, keepdim=True)).float()
+    return {k: (row, 1) for k, row in enumerate(rows) if row.isfinite().all()}
+
+
+def check_fisher(extras: Extras, channels: int, *, noised: bool = False) -> None:
+    """Refuse a Fisher vector that is none; NaN = not measured; negative if ``noised``.
 
     Raises
     ------
@@ -82,11 +121,13 @@ def check_fisher(extras: Extras, channels: int) -> None:
             f"fisher: shape {tuple(fisher.shape)} {fisher.dtype}, expected ({channels},) "
             "torch.float32"
         )
-    if (fisher < 0).any() or torch.isinf(fisher).any():
+    if (not noised and (fisher < 0).any()) or torch.isinf(fisher).any():
         raise ShapeError("fisher: negative or infinite values")
 
 
-def check_signatures(extras: Extras, shared: int, domains: int, samples: int) -> None:
+def check_signatures(
+    extras: Extras, shared: int, domains: int, samples: int, *, noised: bool = False
+) -> None:
     """Refuse signatures that are none: of ``shared`` channels, ``domains``, ``samples`` in all.
 
     Raises
@@ -94,6 +135,9 @@ def check_signatures(extras: Extras, shared: int, domains: int, samples: int) ->
     ShapeError
         Wrong shapes or types, unknown domains, more samples than the client has, no distribution.
     """
+    if noised:
+        _check_noised(extras, shared, domains)
+        return
     ids, counts, rows = (extras.get(n, EMPTY) for n in ("domains", "counts", "signatures"))
     if rows.shape != (len(ids), shared) or ids.shape != counts.shape:
         raise ShapeError(f"signatures: shape {tuple(rows.shape)} for {len(ids)} domains")
@@ -106,6 +150,17 @@ def check_signatures(extras: Extras, shared: int, domains: int, samples: int) ->
         raise ShapeError(f"counts: {total} of {samples} samples")
     if not torch.isfinite(rows).all() or (rows < 0).any():
         raise ShapeError("signatures: not a distribution")
+
+
+def _check_noised(extras: Extras, shared: int, domains: int) -> None:
+    rows = extras.get("signatures", EMPTY)
+    if rows.shape != (domains, shared) or rows.dtype != torch.float32:
+        raise ShapeError(
+            f"signatures: shape {tuple(rows.shape)} {rows.dtype}, expected ({domains}, {shared}) "
+            "torch.float32; do client and server agree on privacy.noise-multiplier?"
+        )
+    if not torch.isfinite(rows).all():
+        raise ShapeError("signatures: NaN or infinite values")
 
 
 def pack_mask(mask: Bools) -> Tensor:

@@ -36,7 +36,7 @@ from strategies.errors import ShapeError
 from strategies.histories import History, read_history, write_history
 from strategies.local import ClientHalf, cpu_state
 from strategies.memory import Memory, Personal
-from strategies.ops.average import average_overlap, mix, weighted_mean
+from strategies.ops.average import mix, weighted_mean
 from strategies.ops.fisher import cap_per_domain, gate_fisher, pool
 from strategies.ops.plans import Plan
 from strategies.ops.rows import check_comparable, distinct_rows, hand_on, norm_tensors
@@ -77,6 +77,8 @@ class SubFLOTOptions:
     otp: bool = True
     sar: bool = True
     ota: bool = True
+
+    unprotected = "needs every client's own network on the server, to cut and to align it"
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -134,7 +136,8 @@ class SubFLOT(SubmodelStrategy):
             merged = self._transported(updates, rho)
         else:
             subs = [(self._complete(u, rho[u.client]), self._kept(rho[u.client])) for u in updates]
-            merged = average_overlap(self.state, self.channels, subs, [u.samples for u in updates])
+            weights = [u.samples for u in updates]
+            merged = self.average.overlapping(self.state, self.channels, subs, weights)
         merged = mix(merged, self.state, 1 - self.options.ota_keep)
         self.state = {n: merged[n] if self.uploads(n) else t for n, t in self.state.items()}
         return {"removed": rho, "distinct_rows": distinct_rows(self.state, self.channels)}
@@ -224,7 +227,7 @@ class SubFLOT(SubmodelStrategy):
                 handed.append(importance)
                 yield state
 
-        merged = weighted_mean(states(), weights)
+        merged = self.average.networks(states(), weights)
         self.importance = weighted_mean(handed, weights).get("importance")
         return merged
 

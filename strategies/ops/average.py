@@ -12,7 +12,7 @@ from strategies.errors import ShapeError
 from task.channels import Bools, ChannelMap, Ints, Kept, State
 from task.submodel import block, lengths
 
-__all__ = ["average_overlap", "coverage", "mix", "weighted_mean"]
+__all__ = ["average_overlap", "check_same", "coverage", "mix", "weighted_mean"]
 
 Cut = tuple[Ints | None, ...]
 
@@ -47,7 +47,7 @@ def weighted_mean(states: Iterable[State], weights: Sequence[float]) -> State:
         if not total:
             dtypes = {name: tensor.dtype for name, tensor in state.items()}
             total = {n: torch.zeros_like(t, dtype=_sum_dtype(t)) for n, t in state.items()}
-        _check_same(number, state, total)
+        check_same(number, state, total)
         for name, tensor in state.items():
             if tensor.is_floating_point():
                 total[name].add_(tensor.to(total[name].dtype), alpha=shares[number])
@@ -224,7 +224,14 @@ def _shares(weights: Sequence[float]) -> list[float]:
     return [w / total for w in weights]
 
 
-def _check_same(number: int, state: State, first: State) -> None:
+def check_same(number: int, state: State, first: State) -> None:
+    """Refuse a network, ``number`` in its row, that is not of the tensors and shapes of ``first``.
+
+    Raises
+    ------
+    ShapeError
+        A tensor is missing or differs in shape.
+    """
     if odd := set(first) ^ set(state):
         raise ShapeError(f"network {number}: {sorted(odd)} exists in it or in network 0 only")
     for name, tensor in first.items():

@@ -5,6 +5,8 @@ import pytest
 from fedsparse_app.config import read
 from fedsparse_app.errors import ConfigError
 
+PRIVATE = {"privacy.noise-multiplier": 0.1}
+
 
 def test_defaults_are_fedfip_on_digits_with_twenty_clients():
     config = read({})
@@ -57,6 +59,13 @@ def test_flat_gives_back_what_was_read_without_other_methods():
         ({"federation.fraction": 0.05}, ["min-replies = 2", "at most 1"]),
         ({"train.lr": float("inf")}, ["train.lr", "finite"]),
         ({"partition.test-fraction": 1.5}, ["partition.test-fraction", "1.5"]),
+        ({"federation.merge": "trimmed", "federation.trim": 0.01}, ["trim = 0.01", "20", "1/20"]),
+        ({"privacy.noise-multiplier": -1.0}, ["privacy.noise-multiplier", "-1", ">= 0"]),
+        ({**PRIVATE, "strategy.name": "subflot"}, ["subflot needs", "own network", "0 switches"]),
+        ({**PRIVATE, "fedfip.sa": False}, ["fedfip tells", "fedfip.sa = false", "private"]),
+        ({**PRIVATE, "federation.merge": "median"}, ["federation.merge", "'median'", "'mean'"]),
+        ({**PRIVATE, "federation.evaluate-on": "clients"}, ["scores without noise", "'server'"]),
+        ({**PRIVATE, "privacy.delta": 0.1}, ["privacy.delta = 0.1", "below 0.05"]),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_what_is_accepted(options, words):

@@ -13,6 +13,7 @@ from fedsparse_app.inprocess import InProcessGrid
 from strategies import STRATEGIES, FederationOptions
 from strategies.local import Participant
 from strategies.memory import InMemory
+from strategies.privacy import OFF
 from strategies.records import Hello, decode_job, encode_hellos, encode_scores, encode_update
 from strategies.rounds import check_job
 from task.data.dataset import Samples
@@ -73,12 +74,14 @@ class Federation:
         nodes=None,
         training=None,
         keeps=None,
+        privacy=OFF,
         **options,
     ):
         self.model = network()
         self.channels = channel_map()
         made = STRATEGIES[method].options(**options)
         self.rounds, self.tamper, self.keeps = [], tamper or {}, keeps or {}
+        self.privacy = privacy
         self.server = STRATEGIES[method].server(
             self.channels,
             replace(
@@ -89,6 +92,7 @@ class Federation:
             made,
             seed=seed,
             score_shape=(DOMAINS, CLASSES),
+            privacy=privacy,
         )
         self.server.on_round = self.rounds.append
         self.halves = {
@@ -112,6 +116,7 @@ class Federation:
             memory=InMemory(),
             costs=lambda net: {"parameters": sum(p.numel() for p in net.parameters())},
             device=torch.device("cpu"),
+            privacy=self.privacy,
         )
 
     def app(self):
