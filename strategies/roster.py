@@ -61,9 +61,8 @@ class Roster:
             if not nodes:
                 self.node.pop(client, None)
                 continue
-            if self.node.get(client) not in nodes:
-                self.node[client] = nodes[0]
-            self.clients[client] = claims[self.node[client]]
+            self.node[client] = nodes[0]
+            self.clients[client] = claims[nodes[0]]
             if len(nodes) > 1:
                 self.refused[client] = (
                     f"{client} is on two nodes, the first keeps it; give each its own client-id"
