@@ -15,6 +15,8 @@ from task.train import Scores
 __all__ = ["Round", "check_job", "check_update", "expected_shapes", "most_bytes", "one_line"]
 
 LONGEST_REASON = 300
+DIVERGED = 1e12
+"""Of any value of a network: the squares of whole rows are finite in single precision."""
 HEADER = 256
 """Bytes around the numbers of an array, its name not counted."""
 
@@ -125,8 +127,8 @@ def _check_tensors(found: State, shapes: Mapping[str, tuple[int, ...]], like: St
             raise ShapeError(f"{name}: {tensor.dtype}, expected {like[name].dtype}")
         if not bool(torch.isfinite(tensor).all()):
             raise ShapeError(f"{name}: NaN or infinite values")
-        if bool(((tensor > LARGEST) | (tensor < -LARGEST)).any()):
-            raise ShapeError(f"{name}: values beyond {LARGEST:g}: its training diverged")
+        if bool(((tensor > DIVERGED) | (tensor < -DIVERGED)).any()):
+            raise ShapeError(f"{name}: values beyond {DIVERGED:g}: its training diverged")
 
 
 def check_update(

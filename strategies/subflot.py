@@ -39,7 +39,7 @@ from strategies.memory import Memory, Personal
 from strategies.ops.average import mix, weighted_mean
 from strategies.ops.fisher import cap_per_domain, gate_fisher, pool
 from strategies.ops.plans import Plan
-from strategies.ops.rows import check_comparable, distinct_rows, hand_on, norm_tensors
+from strategies.ops.rows import distinct_rows, hand_on, norm_tensors
 from strategies.ops.transport import TransportOptions, align, apply, plan_groups, transpose
 from strategies.records import Hello, Job, Update
 from strategies.signatures import check_fisher
@@ -147,8 +147,7 @@ class SubFLOT(SubmodelStrategy):
         return tensor not in self.local
 
     def validate(self, job: Job, update: Update) -> None:
-        """Refuse weights whose distances overflow, and a Fisher vector that is none."""
-        check_comparable(update.state)
+        """Refuse a Fisher vector that is none."""
         if self.options.importance != "none":
             check_fisher(update.extras, sum(len(index) for index in job.kept.values()))
             if update.extras["fisher"].isnan().any():

@@ -15,7 +15,6 @@ from strategies.ops.plans import Plan
 from task.channels import FIXED, Axis, ChannelMap, Ints, State
 
 __all__ = [
-    "check_comparable",
     "distances",
     "distinct_rows",
     "groups_of",
@@ -30,7 +29,6 @@ __all__ = [
 WEIGHTS, VECTORS = ("out", "depthwise"), ("norm", "bias")
 STATISTICS = ("running_mean", "running_var")
 THIN = 16  # coordinates
-LARGEST = 1e24  # sum of squares of a tensor
 
 
 def groups_of(axis: Axis) -> list[int]:
@@ -231,19 +229,6 @@ def distances(
     cost.clamp_min_(0)
     found: NDArray[np.float64] = (cost if squared else cost.sqrt_()).double().numpy()
     return found
-
-
-def check_comparable(state: State) -> None:
-    """Refuse weights whose distances would overflow: diverged, one network would cost all plans.
-
-    Raises
-    ------
-    ShapeError
-        The squares of a tensor sum to more than 1e24, or to no number.
-    """
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not float(tensor.double().square().sum()) <= LARGEST:
-            raise ShapeError(f"{name}: squares sum to more than {LARGEST:g}")
 
 
 def sketch(rows: Tensor, size: int, name: str) -> Tensor:

@@ -140,7 +140,7 @@ CONTENTS = {
 }
 # Refused before a method sees it.
 WIRE = {
-    "diverged": (changed("0.weight", lambda t: t * 0 + 1e30), "0.weight: values beyond 1e+18"),
+    "diverged": (changed("0.weight", lambda t: t * 0 + 1e30), "0.weight: values beyond 1e+12"),
     "huge text": (
         record("update", ConfigRecord({"client": FAULTY, "x": "x" * 10**6})),
         "can be an answer",

@@ -430,11 +430,11 @@ def test_a_fisher_vector_of_another_length_costs_its_client_alone():
 def test_weights_that_have_exploded_cost_their_client_alone():
     def exploded(content):
         state = content.array_records["state"].to_torch_state_dict()
-        state["3.weight"] *= 1e25
+        state["3.weight"] *= 1e15
         content["state"] = ArrayRecord(state)
         return content
 
     run = Federation("subflot", tamper={"client-01": exploded})
     run.run(rounds=1)
-    assert "3.weight: squares" in run.rounds[1].failures["client-01"]
+    assert "3.weight: values beyond" in run.rounds[1].failures["client-01"]
     assert all(t.isfinite().all() for t in run.server.state.values())
