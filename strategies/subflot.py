@@ -77,7 +77,6 @@ class SubFLOTOptions:
     otp: bool = True
     sar: bool = True
     ota: bool = True
-
     unprotected = "needs every client's own network on the server, to cut and to align it"
 
     def __post_init__(self) -> None:
@@ -124,8 +123,7 @@ class SubFLOT(SubmodelStrategy):
     def jobs(self, clients: list[Hello], round: int) -> dict[str, Job]:
         """Cut a submodel for every client (OTP)."""
         self._plans = {}
-        jobs = in_threads(lambda client: self._job(client, round), clients)
-        return {job.client: job for job in jobs}
+        return {j.client: j for j in in_threads(lambda c: self._job(c, round), clients)}
 
     def merge(self, round: int, updates: list[Update]) -> dict[str, Any]:
         """Align every upload with the global network and average (OTA); keep the histories."""
