@@ -40,6 +40,10 @@ def test_a_run_states_epsilon_first_in_every_round_and_last(tmp_path, caplog):
     for client in clients:
         told = ("loss", "samples", "steps", "seconds", "accuracy")
         assert [client[name] for name in told] == [None] * 5
-    _, _, about = load_checkpoint(folder)
-    assert all(set(hello["domains"].values()) == {1} for hello in about["clients"])
-    assert about["ledger"]["asked"] == {f"client-0{i}": 1 for i in range(4)}
+    begun = load_checkpoint(folder)
+    assert all(set(hello.domains.values()) == {1} for hello in begun.clients)
+    assert begun.ledger["asked"] == {f"client-0{i}": 1 for i in range(4)}
+    options = {**OPTIONS, "run.output-dir": str(tmp_path), "run.resume": str(folder)}
+    assert inprocess.run({**options, "run.rounds": 2}) == folder
+    # The round under way when a run stops is asked for again, so it counts: 1 + 1 + 1.
+    assert load_checkpoint(folder).ledger["asked"] == {f"client-0{i}": 3 for i in range(4)}
