@@ -3,11 +3,11 @@
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from fedsparse_app.errors import ConfigError
+from task.errors import did_you_mean
 
 __all__ = ["Scalar", "app_options", "check_known", "parse_overrides"]
 
@@ -65,9 +65,8 @@ def check_known(overrides: Mapping[str, Scalar], known: Mapping[str, Scalar]) ->
     """
     for key in overrides:
         if key not in known:
-            near = get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
-            raise ConfigError(f"{key}: the app has no such option; {hint}")
+            near = did_you_mean(key, known) or f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"{key}: the app has no such option{near}")
 
 
 def _from_pairs(text: str) -> dict[str, Scalar]:

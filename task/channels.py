@@ -9,7 +9,6 @@ network: `task.trace` builds the map, `task.submodel` and `task.gates` use it.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from task.errors import DataError
+from task.errors import DataError, did_you_mean
 from task.segments import pack, unpack
 
 __all__ = ["FIXED", "Axis", "Bools", "ChannelMap", "GatePoint", "Ints", "Kept", "State"]
@@ -125,11 +124,9 @@ class ChannelMap:
         """Raise DataError unless each entry is a sorted, non-empty subset of a known group."""
         for name, channels in kept.items():
             if name not in self.groups:
-                near = difflib.get_close_matches(name, self.groups, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise DataError(
-                    f"kept: unknown group {name!r}.{hint} Known groups: {', '.join(self.groups)}"
-                )
+                near = did_you_mean(name, self.groups)
+                known = ", ".join(self.groups)
+                raise DataError(f"kept: unknown group {name!r}{near}; known: {known}")
             problem = _problem(np.asarray(channels), self.groups[name])
             if problem:
                 raise DataError(

@@ -4,12 +4,11 @@ A new one is a file with a function ``(shape, classes) -> nn.Module`` and a line
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
 
-from task.errors import DataError
+from task.errors import DataError, did_you_mean
 from task.models.cnn import cnn
 from task.models.densenet import densenet
 from task.models.mobilenet import mobilenetv2
@@ -89,7 +88,5 @@ def example(name: str, shape: tuple[int, ...]) -> Tensor:
 def _builder(name: str) -> Callable[[tuple[int, ...], int], nn.Module]:
     if name in MODELS:
         return MODELS[name]
-    nearest = get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
-    raise DataError(
-        f"model {name!r} is not known; did you mean {nearest!r}? Known models: {', '.join(MODELS)}."
-    )
+    near = did_you_mean(name, MODELS, cutoff=0.0)
+    raise DataError(f"model {name!r}: unknown{near} Known: {', '.join(MODELS)}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from task.channels import FIXED, Axis, ChannelMap, GatePoint, Ints
-from task.errors import DataError
+from task.errors import DataError, did_you_mean
 from task.gates import gated
 from task.skeleton import copy_around
 from task.submodel import slice_module
@@ -143,9 +142,8 @@ def without(cmap: ChannelMap, reasons: dict[str, str]) -> ChannelMap:
     """
     for name in reasons:
         if name not in cmap.groups:
-            near = difflib.get_close_matches(name, cmap.groups, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise DataError(f"pin: unknown group {name!r}.{hint} Groups: {', '.join(cmap.groups)}")
+            near = did_you_mean(name, cmap.groups)
+            raise DataError(f"pin: unknown group {name!r}{near}; known: {', '.join(cmap.groups)}")
     if not reasons:
         return cmap
     stay = np.array([name not in reasons for name in cmap.groups], np.bool_)

@@ -166,7 +166,7 @@ def test_an_option_the_app_does_not_have_is_named_before_anything_starts(
     link = FakeLink([], [])
     result, _ = run_with(monkeypatch, link, "-c", "run.round=5")
     assert (result.exit_code, link.submitted) == (1, None)
-    assert "run.round: the app has no such option; did you mean run.rounds?" in result.stderr
+    assert "run.round: the app has no such option, did you mean 'run.rounds'?" in result.stderr
 
 
 def test_a_folder_without_an_app_is_named(home: Path) -> None:

@@ -110,7 +110,7 @@ def test_split_and_join_undo_each_other() -> None:
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({"aa": np.array([0])}, "unknown group 'aa'. Did you mean 'a'"),
+        ({"aa": np.array([0])}, "unknown group 'aa', did you mean 'a'"),
         ({"a": np.array([], np.int64)}, r"kept\['a'\] is empty"),
         ({"a": np.array([0, 3])}, r"kept\['a'\] reaches from 0 to 3, out of range"),
         ({"a": np.array([-1, 0])}, "out of range"),
