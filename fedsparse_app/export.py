@@ -26,7 +26,7 @@ from task.exported import FORMATS, Run
 from task.measure import largest_difference, latency
 from task.submodel import extract, slice_module
 
-__all__ = ["TOLERANCE", "Exported", "Request", "export"]
+__all__ = ["TOLERANCE", "Exported", "Request", "export", "restore"]
 
 TOLERANCE = 1e-4
 """Largest difference of an output, in units of the largest output: float32 in another order."""
@@ -108,7 +108,7 @@ def export(request: Request) -> Exported:
     """
     if request.format not in FORMATS:
         raise ConfigError(f"--format {request.format}: unknown. Known: {', '.join(FORMATS)}")
-    config, work, strategy, round = _restore(request.run)
+    config, work, strategy, round = restore(request.run)
     chosen = _chosen(request, config, strategy, round)
     network = slice_module(work.model, work.channels, chosen.kept, chosen.state).eval()
     about = _about(request, config, work, chosen)
@@ -147,7 +147,7 @@ def _written(
     return content, run, difference
 
 
-def _restore(folder: Path) -> tuple[Config, Workload, SubmodelStrategy, int]:
+def restore(folder: Path) -> tuple[Config, Workload, SubmodelStrategy, int]:
     """Return the run as it was after its last whole round."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the folder that a run printed")
