@@ -16,7 +16,7 @@ from fedsparse_app.overrides import Scalar, app_options, check_known, parse_over
 from fedsparse_app.run_folder import options_of
 from fedsparse_app.superlink import SuperLink, local_superlink
 
-__all__ = ["Outcome", "Request", "launch", "simulation"]
+__all__ = ["Outcome", "Request", "launch", "run_on", "simulation"]
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 TROUBLE = re.compile(r"\bERROR\b|^\s*[\w.]*(Error|Exception)\b")
@@ -125,14 +125,25 @@ def _on_superlink(
     federation: str,
     echo: Callable[[str], None],
 ) -> Outcome:
-    folder, lines = None, deque[str](maxlen=LINES_KEPT)
     with local_superlink() as link:
-        run_id = link.submit(request.app.resolve(), overrides, federation)
-        for line in link.log(run_id):
-            echo(line)
-            lines.append(COLOUR.sub("", line))
-            folder = folder or _folder_in(lines[-1], str(overrides["run.output-dir"]))
-        status, details = _final_status(link, run_id)
+        return run_on(link, request.app, overrides, federation, echo)
+
+
+def run_on(
+    link: SuperLink,
+    app: Path,
+    overrides: Mapping[str, Scalar],
+    federation: str,
+    echo: Callable[[str], None],
+) -> Outcome:
+    """Run an app on a SuperLink that is up; for the parameters see ``launch`` and ``submit``."""
+    folder, lines = None, deque[str](maxlen=LINES_KEPT)
+    run_id = link.submit(app.resolve(), overrides, federation)
+    for line in link.log(run_id):
+        echo(line)
+        lines.append(COLOUR.sub("", line))
+        folder = folder or _folder_in(lines[-1], str(overrides["run.output-dir"]))
+    status, details = _final_status(link, run_id)
     completed = status == "finished:completed"
     return Outcome(completed, "" if completed else _reason(status, details, lines), folder)
 

@@ -9,9 +9,8 @@ environment of this interpreter, and ends with the ``with`` block, together with
 
 import http.client
 import json
-import os
 import shutil
-import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -22,17 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedsparse_app.home import (
+    CONNECTION,
+    HOST,
+    Tls,
+    environment,
+    free_ports,
+    write_connection,
+)
 from fedsparse_app.processes import end_sessions, sessions_below
 from fedsparse_app.signals import ignoring_signals, leaving_on_signals
 
 __all__ = ["SuperLink", "local_superlink"]
 
-HOST = "127.0.0.1"
-CONNECTION = "own"  # name of the SuperLink in the Flower home written here
 READY_WITHIN = 60.0  # seconds; 3 s on a quiet machine, ten times that on a loaded one
 ENDED_WITHIN = 5.0  # seconds between asking to end and killing
 ATTEMPTS = 3  # a free port may be taken between looking and binding
-RAY_PATH_LIMIT = 36  # longest folder for which Ray's sockets still fit into 107 bytes
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ class SuperLink:
         settings = ["--federation-config", federation] if federation else []
         return str(self._ask("run", str(app), CONNECTION, *overrides, *settings)["run-id"])
 
+    def register(self, public_key: Path) -> str:
+        """Let the SuperNode with this key take part and return the id it will have for ever."""
+        return str(self._ask("supernode", "register", str(public_key), CONNECTION)["node-id"])
+
+    def nodes(self) -> dict[str, str]:
+        """Return the status (``online``, ``offline``, ...) of every registered SuperNode."""
+        nodes = self._ask("supernode", "ls", CONNECTION)["nodes"]
+        return {node["node-id"]: node["status"] for node in nodes}
+
     def log(self, run_id: str) -> Iterator[str]:
         """Yield the lines of a run's log as they come, until the run has ended."""
         process = subprocess.Popen(
@@ -118,9 +131,9 @@ class SuperLink:
         text = (self.folder / "superlink.log").read_text("utf-8", errors="replace")
         return " | ".join(text.strip().splitlines()[-3:]) or "it said nothing"
 
-    def _ask(self, command: str, *arguments: str) -> dict[str, Any]:
+    def _ask(self, *command: str) -> dict[str, Any]:
         done = subprocess.run(
-            [_program("flwr"), command, *arguments, "--format", "json"],
+            [_program("flwr"), *command, "--format", "json"],
             env=self.env,
             cwd=self.folder,
             capture_output=True,
@@ -135,12 +148,14 @@ class SuperLink:
             return answer
         words = str(answer.get("error-message", "")).splitlines()
         words = [line.strip() for line in words if line and "Using SuperLink" not in line]
-        raise ValueError(f"flwr {command}: {' '.join(words)}")
+        raise ValueError(f"flwr {command[0]}: {' '.join(words)}")
 
 
 @contextmanager
-def local_superlink(ready_within: float = READY_WITHIN) -> Iterator[SuperLink]:
-    """Start a SuperLink for simulations and end it, and all it started, with the block.
+def local_superlink(
+    ready_within: float = READY_WITHIN, tls: Tls | None = None
+) -> Iterator[SuperLink]:
+    """Start a SuperLink and end it, and all it started, with the block.
 
     The end comes on success, exceptions, Ctrl-C, SIGTERM and SIGHUP alike.
 
@@ -148,6 +163,9 @@ def local_superlink(ready_within: float = READY_WITHIN) -> Iterator[SuperLink]:
     ----------
     ready_within : float, seconds
         How long it may take until it answers.
+    tls : Tls or None
+        None simulates the SuperNodes. With it real ones are served, on an encrypted connection
+        and only those whose key is registered.
 
     Raises
     ------
@@ -161,7 +179,7 @@ def local_superlink(ready_within: float = READY_WITHIN) -> Iterator[SuperLink]:
     sessions: set[int] = set()
     with leaving_on_signals():
         try:
-            link = _start(folder, ready_within, started)
+            link = _start(folder, ready_within, started, tls)
             sessions |= link.sessions
             yield link
         finally:
@@ -171,16 +189,18 @@ def local_superlink(ready_within: float = READY_WITHIN) -> Iterator[SuperLink]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(folder: Path, ready_within: float, started: list[subprocess.Popen[bytes]]) -> SuperLink:
+def _start(
+    folder: Path, ready_within: float, started: list[subprocess.Popen[bytes]], tls: Tls | None
+) -> SuperLink:
     """Start the process on a free port and wait for it; again where the port was snatched."""
     work = folder / "empty"
     work.mkdir()
     for attempt in range(1, ATTEMPTS + 1):
-        port, env = _free_port(), _environment(folder)
-        _write_connection(folder / "home", port)
+        (port,), env = free_ports(1), environment(folder)
+        write_connection(folder / "home", port, tls)
         with open(folder / "superlink.log", "wb") as log:
             process = subprocess.Popen(
-                _command(port),
+                _command(port, tls, folder),
                 env=env,
                 cwd=work,
                 stdin=subprocess.DEVNULL,
@@ -190,7 +210,7 @@ def _start(folder: Path, ready_within: float, started: list[subprocess.Popen[byt
             )
         started.append(process)
         link = SuperLink(port, folder, process, frozenset({process.pid}), env)
-        if _answers(link, time.monotonic() + ready_within):
+        if _answers(link, time.monotonic() + ready_within, tls):
             sessions = frozenset(sessions_below(process.pid))
             return SuperLink(port, folder, process, sessions, env)
         if process.poll() is None:
@@ -200,10 +220,10 @@ def _start(folder: Path, ready_within: float, started: list[subprocess.Popen[byt
     raise ChildProcessError(f"the SuperLink ended before it answered: {link.last_words()}")
 
 
-def _answers(link: SuperLink, deadline: float) -> bool:
+def _answers(link: SuperLink, deadline: float, tls: Tls | None) -> bool:
     """Wait until the SuperLink is healthy; False when it has ended or the deadline has passed."""
     while link.process.poll() is None and time.monotonic() < deadline:
-        connection = http.client.HTTPConnection(HOST, link.port, timeout=1.0)  # knows no proxy
+        connection = _connection(link.port, tls)
         with suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
@@ -211,6 +231,14 @@ def _answers(link: SuperLink, deadline: float) -> bool:
         connection.close()
         time.sleep(0.1)
     return False
+
+
+def _connection(port: int, tls: Tls | None) -> http.client.HTTPConnection:
+    """Return a connection that knows no proxy."""
+    if tls is None:
+        return http.client.HTTPConnection(HOST, port, timeout=1.0)
+    context = ssl.create_default_context(cafile=tls.ca)
+    return http.client.HTTPSConnection(HOST, port, timeout=1.0, context=context)
 
 
 def _end(process: subprocess.Popen[bytes], sessions: set[int]) -> None:
@@ -223,32 +251,14 @@ def _end(process: subprocess.Popen[bytes], sessions: set[int]) -> None:
     process.wait()
 
 
-def _command(port: int) -> list[str]:
-    options = f"--insecure --simulation --isolation subprocess --host {HOST} --port {port}"
-    return [_program("flower-superlink"), *options.split()]
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    env = dict(os.environ)
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
-    env["FLWR_HOME"] = str(folder / "home")
-    env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"  # else `uv sync` at every run
-    env["FLWR_TELEMETRY_ENABLED"] = "0"
-    env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"  # log lines come when they are written
-    env["NO_PROXY"] = env["no_proxy"] = ",".join(filter(None, [env.get("NO_PROXY"), HOST]))
-    env.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers may see the GPUs
-    if len(str(folder)) <= RAY_PATH_LIMIT:
-        env["RAY_TMPDIR"] = str(folder)  # Ray keeps the logs of every run; these go with us
-    return env
-
-
-def _write_connection(home: Path, port: int) -> None:
-    """Name our SuperLink in Flower's config by address: `flwr` then starts and seeks no other."""
-    home.mkdir(exist_ok=True)
-    text = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-    text += f'address = "{HOST}:{port}"\ninsecure = true\n'
-    (home / "config.toml").write_text(text, "utf-8")
+def _command(port: int, tls: Tls | None, folder: Path) -> list[str]:
+    command = [_program("flower-superlink"), "--isolation", "subprocess"]
+    command += ["--host", HOST, "--port", str(port)]
+    if tls is None:
+        return [*command, "--insecure", "--simulation"]
+    command += ["--ssl-ca-certfile", str(tls.ca), "--ssl-certfile", str(tls.certificate)]
+    command += ["--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
+    return [*command, "--database", str(folder / "state.db")]
 
 
 def _program(name: str) -> str:
@@ -258,9 +268,3 @@ def _program(name: str) -> str:
     if found is None:
         raise FileNotFoundError(f"{name}: not found; pip install 'flwr[simulation]'")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

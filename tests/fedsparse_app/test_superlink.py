@@ -233,7 +233,7 @@ def test_a_superlink_that_does_not_answer_in_time_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(superlink, "_command", lambda port: ["sleep", "600"])
+    monkeypatch.setattr(superlink, "_command", lambda *_: ["sleep", "600"])
     with pytest.raises(TimeoutError, match=r"within 0\.2 s"), local_superlink(0.2):
         pass
     assert left_behind(tmp_path) == []
@@ -243,7 +243,7 @@ def test_a_superlink_that_ends_at_once_says_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(superlink, "_command", lambda port: ["sh", "-c", "echo no licence; exit 3"])
+    monkeypatch.setattr(superlink, "_command", lambda *_: ["sh", "-c", "echo no licence; exit 3"])
     with pytest.raises(ChildProcessError, match="no licence"), local_superlink():
         pass
     assert list(tmp_path.iterdir()) == []
@@ -254,7 +254,7 @@ def test_a_port_that_was_snatched_is_tried_again(
 ) -> None:
     tries: list[int] = []
 
-    def command(port: int) -> list[str]:
+    def command(port: int, *_: object) -> list[str]:
         tries.append(port)
         return ["sh", "-c", "echo error: address already in use"]
 
