@@ -200,7 +200,7 @@ def _start(
         write_connection(folder / "home", port, tls)
         with open(folder / "superlink.log", "wb") as log:
             process = subprocess.Popen(
-                _command(port, tls, folder),
+                _command(port, tls),
                 env=env,
                 cwd=work,
                 stdin=subprocess.DEVNULL,
@@ -251,14 +251,13 @@ def _end(process: subprocess.Popen[bytes], sessions: set[int]) -> None:
     process.wait()
 
 
-def _command(port: int, tls: Tls | None, folder: Path) -> list[str]:
+def _command(port: int, tls: Tls | None) -> list[str]:
     command = [_program("flower-superlink"), "--isolation", "subprocess"]
     command += ["--host", HOST, "--port", str(port)]
     if tls is None:
         return [*command, "--insecure", "--simulation"]
     command += ["--ssl-ca-certfile", str(tls.ca), "--ssl-certfile", str(tls.certificate)]
-    command += ["--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
-    return [*command, "--database", str(folder / "state.db")]
+    return [*command, "--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
 
 
 def _program(name: str) -> str:
