@@ -30,8 +30,8 @@ from fedsparse_app.superlink import SuperLink, local_superlink  # noqa: E402
 
 CAPACITIES = ("keep=0.25", "keep=0.5", "keep=0.75", "keep=1.0")
 TEST = "test"  # the server's folder among those of the clients
-HEARTBEAT = 15  # seconds; a killed SuperNode is taken back after twice that
-RETRY = 5  # seconds
+HEARTBEAT = 12  # seconds; a killed SuperNode is taken back after twice that
+RETRY = 4  # seconds
 READY_WITHIN = 120.0  # seconds
 GOODBYE_WITHIN = 20.0  # seconds
 

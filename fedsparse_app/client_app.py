@@ -12,6 +12,7 @@ from flwr.supercore import log
 
 from fedsparse_app.capacity import with_capacity
 from fedsparse_app.config import Config, read
+from fedsparse_app.packing import packing_mod
 from fedsparse_app.shares import served, tell_skipped
 from fedsparse_app.state import ClientState, state_root
 from fedsparse_app.workload import device, prepare, workload
@@ -33,7 +34,7 @@ __all__ = ["app", "introductions"]
 CLIENT_RAISED = 2
 """Flower's error code for an exception in the client app."""
 
-app = ClientApp()
+app = ClientApp(mods=[packing_mod])
 
 
 @app.query()

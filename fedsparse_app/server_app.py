@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
+from typing import cast
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -13,6 +14,7 @@ from flwr.supercore import log
 from fedsparse_app.checkpoint import Checkpoint
 from fedsparse_app.config import Config, read
 from fedsparse_app.files import write_atomically
+from fedsparse_app.packing import PackingGrid
 from fedsparse_app.recorder import Recorder
 from fedsparse_app.resume import open_folder, resumed
 from fedsparse_app.shares import attended, with_test_set
@@ -76,7 +78,8 @@ def _run(
         strategy.ledger.recall(begun.ledger)
         recorder.resume(begun)
         state = {name: begun.model[name] for name in state}
-    strategy.start(grid, ArrayRecord(state), config.run.rounds, config.federation.timeout)
+    packing = cast(Grid, PackingGrid(grid))
+    strategy.start(packing, ArrayRecord(state), config.run.rounds, config.federation.timeout)
     recorder.close()
     _report(recorder)
     log(INFO, "run folder: %s", folder)

@@ -104,7 +104,7 @@ def start_strangers(up: Any, folder: Path) -> dict[str, subprocess.Popen[bytes]]
         command = ["flower-supernode", *extra, "--superlink", f"{HOST}:{up.link.port}"]
         with open(folder / name, "wb") as log:
             processes[name] = subprocess.Popen(
-                [*command, "--port", str(port), "--max-retries", "1"],
+                [*command, "--port", str(port), "--max-retries", "1", "--isolation", "process"],
                 env={**up.link.env, "FLWR_HOME": str(folder / "strange" / name)},
                 cwd=folder,
                 stdout=log,
