@@ -16,7 +16,7 @@ from fedsparse_app.launch import Outcome, Request
 from fedsparse_app.processes import members
 from tests.deploy.scripts import DEPLOY, few_digits, module
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.app]
 
 ROUNDS = 3
 VICTIM = 1  # of the devices, killed in FEDFIP's second round
