@@ -15,9 +15,8 @@ from fedsparse_app.config import Config, read
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.files import write_atomically
 from fedsparse_app.run_folder import read_run
-from fedsparse_app.server_app import make_strategy
 from fedsparse_app.state import ClientState, state_root
-from fedsparse_app.workload import Workload, workload
+from fedsparse_app.workload import Workload, make_strategy, workload
 from strategies.base import SubmodelStrategy
 from strategies.memory import Personal
 from task.cost import parameters

@@ -17,6 +17,7 @@ from fedsparse_app.plan import Planner, document, server
 from fedsparse_app.workload import device, workload
 from strategies.errors import ShapeError
 from strategies.hello import Hello
+from strategies.privacy import OFF
 
 __all__ = ["parse_fleet", "plan_table", "planned", "summary_lines"]
 
@@ -109,6 +110,7 @@ def planned(config: Config, fleet: Mapping[str, Mapping[str, Any]] | None = None
 
 
 def _introduced(config: Config, fleet: Mapping[str, Mapping[str, Any]] | None) -> list[Hello]:
+    config = replace(config, privacy=OFF)  # a plan is for who makes it: nothing is to be hidden
     if fleet is None:
         return introductions(config, {"partition-id": 0, "num-partitions": 1})
     hellos = []

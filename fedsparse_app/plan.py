@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fedsparse_app.config import Config
-from fedsparse_app.workload import Workload
-from strategies import STRATEGIES
+from fedsparse_app.workload import Workload, make_strategy
 from strategies.base import SubmodelStrategy
 from strategies.fedavg import FedAvgOptions
 from strategies.hello import Hello
@@ -21,6 +20,7 @@ from task.train import Scores
 
 __all__ = ["Forecast", "Planner", "document", "server", "totals"]
 
+PERSONAL_COSTS = ("private", "seconds")
 SUMMED = ("parameters", "round_flops", "bytes_down", "bytes_up")
 
 
@@ -36,8 +36,8 @@ class Forecast:
         Fraction of the channels it trains.
     parameters, flops, train_flops : int
         Of that network; forward pass, and both passes, of one sample.
-    round_flops : int
-        Cross-entropy training of its samples for all local epochs.
+    round_flops : int or None
+        Cross-entropy training of its samples for all local epochs; None = it keeps their number.
     bytes_down, bytes_up : int
         Serialised messages to and from it.
     seconds : float or None
@@ -54,7 +54,7 @@ class Forecast:
     parameters: int
     flops: int
     train_flops: int
-    round_flops: int
+    round_flops: int | None
     bytes_down: int
     bytes_up: int
     seconds: float | None
@@ -63,13 +63,7 @@ class Forecast:
 
 def server(config: Config, work: Workload, hellos: Iterable[Hello] = ()) -> SubmodelStrategy:
     """Return the server half of the chosen method, with the initial network and these clients."""
-    strategy = STRATEGIES[config.strategy.name].server(
-        work.channels,
-        config.federation,
-        config.method,
-        seed=config.run.seed,
-        score_shape=work.score_shape,
-    )
+    strategy = make_strategy(config, work)
     strategy.state, strategy.rounds = work.model.state_dict(), config.run.rounds
     strategy.exchange.recall(hellos)
     return strategy
@@ -126,8 +120,11 @@ class Planner:
     def _row(self, twin: SubmodelStrategy, job: Job, judged: tuple[int, int]) -> Forecast:
         hello = self.strategy.exchange.clients[job.client]
         costs = self._network(job.kept)
-        trained = sum(hello.domains.values()) if hello.trained is None else hello.trained
-        flops = int(costs["train-flops"]) * trained * self.config.train.epochs
+        trained, hidden = hello.trained, self.config.privacy.on
+        if trained is None and not hidden:
+            trained = sum(hello.domains.values())
+        one = int(costs["train-flops"]) * self.config.train.epochs
+        flops = None if trained is None else one * trained
         speed = hello.speed or self.speed
         return Forecast(
             client=job.client,
@@ -138,7 +135,7 @@ class Planner:
             round_flops=flops,
             bytes_down=self._down(job) + judged[0],
             bytes_up=self._up(twin, job, hello) + judged[1],
-            seconds=flops / speed if speed else None,
+            seconds=flops / speed if flops is not None and speed else None,
             memory=int(costs["memory"]),
         )
 
@@ -165,8 +162,9 @@ class Planner:
         extras = twin.replied(job, hello)
         key = "up", _shapes(state), _shapes(extras), job.evaluate
         if key not in self._bytes:
-            names = ("parameters", "flops", "train-flops", "private", "seconds")
-            scores = self._scores() if job.evaluate else None
+            hidden = self.config.privacy.on  # scores and what of the costs depends on the data
+            names = ("parameters", "flops", "train-flops", *(() if hidden else PERSONAL_COSTS))
+            scores = self._scores() if job.evaluate and not hidden else None
             costs = dict.fromkeys(names, 0.0)
             update = Update(job.client, job.round, state, 1, 1, 0.0, extras, scores, costs)
             self._bytes[key] = wire_bytes(encode_update(update))
@@ -203,7 +201,7 @@ def document(planner: Planner, refused: Mapping[str, str] | None = None) -> dict
 def totals(rows: Iterable[Forecast]) -> dict[str, int]:
     """Return sums over clients of what adds up."""
     listed = list(rows)
-    return {name: sum(getattr(row, name) for row in listed) for name in SUMMED}
+    return {name: sum(getattr(row, name) or 0 for row in listed) for name in SUMMED}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:

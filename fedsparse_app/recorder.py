@@ -208,7 +208,9 @@ class Recorder:
             "parameters": int(update.costs.get("parameters", 0)),
             "flops": int(update.costs.get("flops", 0)),
             "train_flops": int(update.costs.get("train-flops", 0)),
-            "round_flops": int(update.costs.get("train-flops", 0))
+            "round_flops": None
+            if hidden
+            else int(update.costs.get("train-flops", 0))
             * update.samples
             * self.config.train.epochs,
             "seconds": update.costs.get("seconds"),

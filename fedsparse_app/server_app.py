@@ -19,13 +19,11 @@ from fedsparse_app.recorder import Recorder
 from fedsparse_app.resume import open_folder, resumed
 from fedsparse_app.shares import attended, with_test_set
 from fedsparse_app.state import ClientState
-from fedsparse_app.workload import Workload, client_ids, prepare, split, workload
-from strategies import STRATEGIES
-from strategies.base import SubmodelStrategy
+from fedsparse_app.workload import Workload, client_ids, make_strategy, prepare, split, workload
 from task.data.folder import NAME as FOLDER
 from task.data.partition import counts
 
-__all__ = ["app", "make_strategy"]
+__all__ = ["app"]
 
 app = ServerApp()
 
@@ -83,18 +81,6 @@ def _run(
     recorder.close()
     _report(recorder)
     log(INFO, "run folder: %s", folder)
-
-
-def make_strategy(config: Config, work: Workload) -> SubmodelStrategy:
-    """Return the server half of the chosen method."""
-    return STRATEGIES[config.strategy.name].server(
-        work.channels,
-        config.federation,
-        config.method,
-        seed=config.run.seed,
-        score_shape=work.score_shape,
-        privacy=config.privacy,
-    )
 
 
 def _partition(config: Config, work: Workload) -> dict[str, object] | None:

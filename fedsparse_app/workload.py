@@ -10,6 +10,8 @@ from torch import nn
 
 from fedsparse_app.config import Config
 from fedsparse_app.errors import ConfigError
+from strategies import STRATEGIES
+from strategies.base import SubmodelStrategy
 from task.channels import ChannelMap
 from task.cost import flops, parameters
 from task.data import folder, load
@@ -21,7 +23,16 @@ from task.models import build, example
 from task.seeding import seeded
 from task.trace import trace
 
-__all__ = ["Workload", "client_ids", "client_share", "device", "prepare", "split", "workload"]
+__all__ = [
+    "Workload",
+    "client_ids",
+    "client_share",
+    "device",
+    "make_strategy",
+    "prepare",
+    "split",
+    "workload",
+]
 
 
 Widths = tuple[tuple[int, ...], ...]
@@ -72,6 +83,18 @@ def workload(config: Config) -> Workload:
             f"choose another model or {config.strategy.name}.keep=1.0"
         )
     return made
+
+
+def make_strategy(config: Config, work: Workload) -> SubmodelStrategy:
+    """Return the server half of the chosen method."""
+    return STRATEGIES[config.strategy.name].server(
+        work.channels,
+        config.federation,
+        config.method,
+        seed=config.run.seed,
+        score_shape=work.score_shape,
+        privacy=config.privacy,
+    )
 
 
 @functools.lru_cache(maxsize=2)

@@ -25,7 +25,7 @@ from strategies.federation import FederationOptions
 from strategies.memory import InMemory, Memory, Personal
 from strategies.ops.average import coverage
 from strategies.ops.robust import Merge
-from strategies.privacy import OFF, Ledger, PrivacyOptions, positive_variances
+from strategies.privacy import OFF, Ledger, PrivacyOptions, fewest, positive_variances
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes, most_bytes
 from task.channels import ChannelMap, Kept, State
@@ -292,8 +292,8 @@ class SubmodelStrategy(Strategy):
         kept = [self.uploaded(round.jobs[u.client], u) for u in round.updates]
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
         entries = coverage(self.channels, shapes, kept)
-        holders = min(clients for clients, number in entries.items() if clients and number)
-        self.ledger.merge((u.client for u in round.updates), holders)
+        holders = [clients for clients, number in entries.items() if clients and number]
+        self.ledger.merge((u.client for u in round.updates), min(*holders, fewest(round.updates)))
 
     def evaluates(self, round: int) -> bool:
         """Whether ``round`` is one that gets evaluated."""

@@ -66,7 +66,7 @@ from strategies.signatures import (
     write_prototypes,
     write_signatures,
 )
-from task.channels import Kept, State
+from task.channels import ChannelMap, Kept, State
 from task.device import move
 from task.options import Interval, check_options
 from task.submodel import extract, scatter
@@ -230,6 +230,8 @@ class FedFIP(SubmodelStrategy):
             extras |= write_signatures(rows, dict.fromkeys(rows, 1))
         if not self.options.sa:
             extras["held"] = pack_mask(self.channels.mask(job.kept))
+        if self.privacy.on:
+            return protected(extras, job, self.channels, self.score_shape[0], self.options)
         return extras
 
     def personal(self, client: str, round: int, own: Memory) -> Personal | None:
@@ -378,8 +380,7 @@ class FedFIPClient(ClientHalf):
 
     def vectors(self, job: Job, extras: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return Fisher and signatures; which channels of them are sent, everybody knows."""
-        mask, domains = self.me.channels.mask(job.kept), self.me.score_shape[0]
-        return disclosed(extras, mask, domains, dense=refreshes(job))
+        return protected(extras, job, self.me.channels, self.me.score_shape[0], self.options)
 
     def _reactivated(
         self, fisher: Tensor | None, mask: np.ndarray, room: Tensor | None = None
@@ -495,6 +496,17 @@ class Contrast:
 
 def _own_state(memory: dict[str, Tensor]) -> State:
     return {k.removeprefix("state."): v for k, v in memory.items() if k.startswith("state.")}
+
+
+def protected(
+    extras: dict[str, Tensor], job: Job, channels: ChannelMap, domains: int, options: FedFIPOptions
+) -> dict[str, Tensor]:
+    """Return the vectors of a reply to ``job`` that get noise."""
+    vectors = disclosed(extras, channels.mask(job.kept), domains, dense=refreshes(job))
+    if options.dsr and narrow(job):
+        # It sends none, and they count: noise of one size adds up as the ledger says.
+        vectors["signatures"] = torch.zeros(0)
+    return vectors
 
 
 def refreshes(job: Job) -> bool:

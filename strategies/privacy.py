@@ -10,7 +10,7 @@ docs/privacy.md says against whom this protects.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from strategies.records import Update
 from task.channels import State
 from task.options import Interval, check_options
 
-__all__ = ["OFF", "Ledger", "PrivacyOptions", "positive_variances", "release"]
+__all__ = ["OFF", "Ledger", "PrivacyOptions", "fewest", "positive_variances", "release"]
 
 CHANGE_SHARE = 0.9
 """s of the change, where there are other parts: it has 1000 numbers for each of theirs."""
@@ -108,6 +108,20 @@ def positive_variances(state: State, before: State) -> None:
     for name, tensor in state.items():
         if name.endswith("running_var"):
             tensor.copy_(torch.maximum(tensor, 0.1 * before[name]))
+
+
+def fewest(updates: Sequence[Update]) -> int:
+    """Return how many of ``updates`` sent the entry of the method's vectors that fewest sent.
+
+    NaN is not sent; an entry that nobody sent is not merged.
+    """
+    least = len(updates)
+    for name in {name for update in updates for name in update.extras}:
+        vectors = [u.extras[name] for u in updates if name in u.extras and u.extras[name].numel()]
+        if vectors:
+            senders = (~torch.stack(vectors).isnan()).sum(0)
+            least = min(least, int(senders[senders > 0].min()))
+    return least
 
 
 @dataclass

@@ -16,6 +16,7 @@ from fedsparse_app.plan import Planner, document
 from fedsparse_app.workload import Workload
 from strategies import FederationOptions
 from strategies.hello import Hello
+from strategies.privacy import PrivacyOptions
 from task.train import TrainingOptions
 from tests.strategies.federation import CLASSES, DOMAINS, Federation
 
@@ -34,7 +35,7 @@ def toy(method, rounds, **options):
     run.run(rounds)
     assert all(not round.failures for round in run.rounds)
     config = read({"train.epochs": 1, "train.batch-size": 8, "run.rounds": rounds})
-    config = replace(config, federation=run.server.federation)
+    config = replace(config, federation=run.server.federation, privacy=run.server.privacy)
     return run, Planner(config, work, run.server)
 
 
@@ -63,6 +64,32 @@ def test_what_was_predicted_is_what_was_sent_and_computed(method, options):
             assert abs(row.bytes_down - round.bytes_down[update.client]) <= 8
             assert abs(row.bytes_up - round.bytes_up[update.client]) <= 8
             assert row.seconds is None
+
+
+@pytest.mark.parametrize(("method", "keep"), [("fedavg", 0.25), ("fedfip", 0.75)])
+def test_noise_is_in_the_plan_and_what_it_hides_is_not(method, keep):
+    own = {"phi": math.inf, "fisher_refresh": 0} if method == "fedfip" else {}
+    private = PrivacyOptions(0.1, delta=0.1, noise="seeded")
+    run, planner = toy(method, 3, keep=keep, privacy=private, **own)
+    for round in run.rounds[1:]:
+        forecast = planner.forecast(round.jobs, round.number)
+        for client in round.jobs:  # narrow ones, which send no signatures, among them
+            assert abs(forecast[client].bytes_down - round.bytes_down[client]) <= 8
+            assert abs(forecast[client].bytes_up - round.bytes_up[client]) <= 8
+            assert (forecast[client].round_flops, forecast[client].seconds) == (None, None)
+    json.dumps(document(planner))
+
+
+def test_a_plan_of_a_private_run_knows_the_samples_of_who_makes_it():
+    fleet = parse_fleet("a: keep=0.5, b: keep=1 samples=800")
+    options = TINY | {"fedfip.phi": math.inf, "privacy.delta": 0.1}
+    plain, private = (
+        {row["client"]: row for row in planned(read(options | own), fleet)["clients"]}
+        for own in ({}, {"privacy.noise-multiplier": 0.1})
+    )
+    for client in ("a", "b"):
+        assert private[client]["round_flops"] == plain[client]["round_flops"] > 0
+    assert private["b"]["bytes_up"] != plain["b"]["bytes_up"]
 
 
 def test_private_channels_and_refreshes_of_fedfip_come_on_top():

@@ -25,7 +25,7 @@ from fedsparse_app.launch import Request
 from fedsparse_app.recorder import Recorder
 from fedsparse_app.resume import resumed
 from fedsparse_app.state import ClientState
-from fedsparse_app.workload import workload
+from fedsparse_app.workload import make_strategy, workload
 from tests.fedsparse_app import toy
 
 ROOT = Path(__file__).parents[2]
@@ -328,7 +328,7 @@ def test_the_journal_is_cut_to_a_round_byte_by_byte(tmp_path):
 def test_the_recorder_takes_up_what_it_carried(stopped, tmp_path):
     config = read(described(stopped))
     work = workload(config)
-    recorder = Recorder(tmp_path, config, work, server_app.make_strategy(config, work))
+    recorder = Recorder(tmp_path, config, work, make_strategy(config, work))
     carried = {"personal": {"client-07": 0.5}, "ratios": [0.25, 0.75]}
     recorder.resume(replace(load_checkpoint(stopped), recorder=carried))
     assert recorder.personal == {"client-07": 0.5}
