@@ -226,7 +226,8 @@ def _what(request: Request, config: Config, chosen: Personal) -> str:
     accuracy = ""
     if scored:
         right, seen = scored[-1]["correct"], scored[-1]["total"]
-        accuracy = f", {100 * right / seen:.1f} % of its own {seen} test samples right"
+        kind = "validation" if config.partition.validation_fraction else "test"
+        accuracy = f", {100 * right / seen:.1f} % of its own {seen} {kind} samples right"
     return f"network of {client} of {run.name} as trained in round {chosen.round}{accuracy}"
 
 

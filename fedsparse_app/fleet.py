@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fedsparse_app.capacity import CAPACITY, measured_speed
+from fedsparse_app.capacity import CAPACITY, measured_speed, with_capacity
 from fedsparse_app.client_app import introductions
 from fedsparse_app.config import Config
 from fedsparse_app.errors import ConfigError
@@ -18,6 +18,7 @@ from fedsparse_app.workload import device, workload
 from strategies.errors import ShapeError
 from strategies.hello import Hello
 from strategies.privacy import OFF
+from task.data.folder import NAME as FOLDER
 
 __all__ = ["parse_fleet", "plan_table", "planned", "summary_lines"]
 
@@ -93,7 +94,10 @@ def planned(config: Config, fleet: Mapping[str, Mapping[str, Any]] | None = None
     if fleet is not None:
         federation = config.federation
         least = min(federation.min_replies, federation.sampled(len(fleet)))
-        federation = replace(federation, clients=len(fleet), min_replies=least)
+        try:
+            federation = replace(federation, clients=len(fleet), min_replies=least)
+        except ValueError as error:
+            raise ConfigError(f"federation.{error}") from None
         config = replace(config, federation=federation)
     work, hellos = workload(config), _introduced(config, fleet)
     strategy, refused = server(config, work), {}
@@ -111,10 +115,21 @@ def planned(config: Config, fleet: Mapping[str, Mapping[str, Any]] | None = None
 
 def _introduced(config: Config, fleet: Mapping[str, Mapping[str, Any]] | None) -> list[Hello]:
     config = replace(config, privacy=OFF)  # a plan is for who makes it: nothing is to be hidden
+    elsewhere = config.data.name == FOLDER and not config.data.dir
+    if elsewhere and not (fleet and all("samples" in stated for stated in fleet.values())):
+        raise ConfigError(
+            "data.dir = '': a plan needs the number of images: set data.dir to the clients' "
+            'folders, or state samples, for example --clients "a: keep=0.5 samples=800"'
+        )
     if fleet is None:
         return introductions(config, {"partition-id": 0, "num-partitions": 1})
     hellos = []
     for number, (client, stated) in enumerate(fleet.items()):
+        if elsewhere:
+            some = Hello(client, dict.fromkeys(config.data.agreement().domains, 1))
+            hello = with_capacity(some, stated, config)
+            hellos.append(replace(hello, trained=int(stated["samples"])))
+            continue
         place = {"partition-id": number, "num-partitions": len(fleet), "client-id": client}
         (hello,) = introductions(config, {**place, **stated})
         hellos.append(replace(hello, trained=int(stated.get("samples", hello.trained or 0))))

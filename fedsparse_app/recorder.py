@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from logging import INFO, WARNING
 from pathlib import Path
@@ -52,7 +53,7 @@ class Recorder:
         self.begin = self.last = time.monotonic()
         self.first = 0  # the round after which this process began
         self.personal: dict[str, float] = {}
-        self.met: dict[str, Hello] = {}  # as partition.json has them
+        self.met: dict[str, dict[str, Any]] = {}  # as partition.json has them
         self.shapes = {name: tuple(p.shape) for name, p in work.model.named_parameters()}
         self.dense = work.costs(work.model)
         self.dense_bytes = _dense_upload(work)
@@ -85,6 +86,7 @@ class Recorder:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up what the recorder of the stopped run carried from round to round."""
         self.first = checkpoint.round
+        self.met = self._held({hello.client: hello for hello in checkpoint.clients})
         self.personal = dict(checkpoint.recorder["personal"])
         self.upload_ratio, self.flops_ratio = checkpoint.recorder["ratios"]
 
@@ -231,19 +233,26 @@ class Recorder:
 
     def _partition(self) -> None:
         """Write who holds what, as the clients introduced themselves, when that has changed."""
-        clients = dict(sorted(self.strategy.exchange.clients.items()))
-        if clients == self.met:
+        held, path = self._held(self.strategy.exchange.clients), self.folder / "partition.json"
+        if held == self.met and path.exists():
             return
-        for name, hello in clients.items():
-            if hello.skipped and hello != self.met.get(name):
-                log(WARNING, "%s: files skipped: %d", name, hello.skipped)
-        self.met, data = clients, self.work.data
-        held = {
-            name: {"domains": hello.domains, "classes": hello.classes, "skipped": hello.skipped}
-            for name, hello in clients.items()
-        }
+        for name, said in held.items():
+            before = self.met.get(name, said)
+            if said["skipped"] and (name not in self.met or said != before):
+                log(WARNING, "%s: files skipped: %d", name, said["skipped"])
+            if said != before:
+                log(WARNING, "%s: holds other images than before: %s, was %s", name, said, before)
+        self.met, data = held, self.work.data
         table = {"domains": data.domains, "classes": data.classes, "clients": held}
-        write_atomically(self.folder / "partition.json", json.dumps(table).encode())
+        write_atomically(path, json.dumps(table).encode())
+
+    def _held(self, clients: Mapping[str, Hello]) -> dict[str, dict[str, Any]]:
+        """Return what clients say they hold; under differential privacy they say nothing."""
+        told = {} if self.config.privacy.on else dict(sorted(clients.items()))
+        return {
+            name: {"domains": hello.domains, "classes": hello.classes, "skipped": hello.skipped}
+            for name, hello in told.items()
+        }
 
     def _log(self, row: dict[str, Any], now: float) -> None:
         rounds, number = self.config.run.rounds, row["round"]

@@ -1,7 +1,7 @@
 """Tables of run folders: on the terminal, and as report.md in the folder."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,22 @@ def _overview(run: Run) -> str:
     rounds = f"Last is round {numbers.round_last}, best is round {numbers.round_best}."
     if numbers.round_last is None:
         rounds = "The global network was not evaluated."
-    return f"{rounds}\n\n" + _table(["", "value"], rows)
+    return "\n\n".join([rounds, *_remarks(run), _table(["", "value"], rows)])
+
+
+def _remarks(run: Run) -> Iterator[str]:
+    """Yield what must be known to read the numbers."""
+    if run.options.get("partition.validation-fraction"):
+        yield (
+            "Clients scored on their validation samples (`partition.validation-fraction`); their "
+            "test samples were not looked at."
+        )
+    if spent := run.rounds[-1].get("privacy"):
+        yield (
+            f"Differential privacy of a client: epsilon {spent['epsilon']:.4g} against whoever "
+            f"sees the merged models, {spent['epsilon_server']:.4g} against the server, at delta "
+            f"{spent['delta']:g}. What clients keep to themselves then is –."
+        )
 
 
 def _domains(run: Run) -> str:

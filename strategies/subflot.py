@@ -154,8 +154,8 @@ class SubFLOT(SubmodelStrategy):
     def personal(self, client: str, round: int, own: Memory) -> Personal | None:
         """Return H_i, with the client's own BatchNorm where that is local."""
         history = read_history(self.store(client).load(round + 1))
-        if history is None:
-            return super().personal(client, round, own)
+        if history is None:  # it never answered, or none are kept
+            return None if self.options.otp else super().personal(client, round, own)
         return history.personal(self.state, self.channels, own, self.local)
 
     def memory(self) -> dict[str, Tensor]:

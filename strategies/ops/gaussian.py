@@ -85,4 +85,5 @@ def _delta(mu: float, epsilon: float) -> float:
     # In logarithms: exp(epsilon) overflows long before the product does.
     tails = torch.tensor([mu / 2, -mu / 2], dtype=torch.float64) - epsilon / mu
     log_left, log_right = torch.special.log_ndtr(tails).tolist()
-    return math.exp(log_left) - math.exp(epsilon + log_right)
+    # The product is a probability, which rounding can lift above 1 when mu is huge.
+    return math.exp(log_left) - math.exp(min(0.0, epsilon + log_right))

@@ -1,6 +1,7 @@
 """Exported networks: the very ones that were scored, and files that stand alone."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def run(tmp_path_factory):
     def once(method, **options):
         key = method, *options.items()
         if key not in folders:
-            options = {f"{method}.{k.replace('_', '-')}": v for k, v in options.items()}
+            named = {k if "." in k else f"{method}.{k}": v for k, v in options.items()}
+            options = {k.replace("_", "-"): v for k, v in named.items()}
             place = {"run.output-dir": str(tmp_path_factory.mktemp(method))}
             folders[key] = inprocess.run({**SMALL, "strategy.name": method, **options, **place})
         return folders[key]
@@ -201,3 +203,15 @@ def test_where_a_method_keeps_nothing_personal_that_is_said(run):
     )
     assert result.exit_code == 0, result.output
     assert "keeps no network of client-02 alone" in result.output
+
+
+def test_a_client_of_subflot_that_never_answered_has_no_network(run, tmp_path):
+    folder = shutil.copytree(run("subflot"), tmp_path / "run")
+    shutil.rmtree(folder / "histories" / "client-01")
+    assert "it never answered" in failing(folder, "--client", "client-01")
+
+
+def test_what_was_scored_on_validation_samples_is_called_so(run):
+    folder = run("subflot", **{"partition.validation_fraction": 0.3})
+    request = exporting.Request(folder, "client-00", "safetensors", repeats=1)
+    assert "validation samples right" in exporting.export(request).what

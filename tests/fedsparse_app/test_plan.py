@@ -92,6 +92,31 @@ def test_a_plan_of_a_private_run_knows_the_samples_of_who_makes_it():
     assert private["b"]["bytes_up"] != plain["b"]["bytes_up"]
 
 
+ELSEWHERE = {
+    "data.name": "folder",
+    "data.classes": "a,b",
+    "data.size": 32,
+    "federation.evaluate-on": "clients",
+}
+
+
+def test_a_plan_over_folders_on_devices_takes_the_samples_that_are_stated():
+    fleet = parse_fleet("phone: keep=0.5 samples=100, hub: samples=200")
+    plan = planned(read(ELSEWHERE | {"strategy.name": "subflot", "subflot.rates": "0.0"}), fleet)
+    phone, hub = plan["clients"][1], plan["clients"][0]
+    assert (phone["client"], phone["keep"]) == ("phone", 0.5)
+    assert hub["round_flops"] == 200 * 2 * hub["train_flops"]
+    for unknown in (None, parse_fleet("phone: keep=0.5")):
+        with pytest.raises(ConfigError, match=r"^data.dir = '': .*--clients"):
+            planned(read(ELSEWHERE), unknown)
+
+
+def test_a_fleet_too_small_for_the_merge_is_refused_by_its_option():
+    trimmed = read(TINY | {"federation.clients": 5, "federation.merge": "trimmed"})
+    with pytest.raises(ConfigError, match=r"^federation.trim = 0.2"):
+        planned(trimmed, parse_fleet("a: keep=1, b: keep=1"))
+
+
 def test_private_channels_and_refreshes_of_fedfip_come_on_top():
     run, planner = toy("fedfip", 2, keep=0.5, phi=0.0, react_max=0.25, fisher_refresh=1)
     row = planner.forecast(run.rounds[2].jobs, 2)["client-02"]

@@ -220,6 +220,12 @@ def test_the_report_of_a_run_says_everything(tmp_path: Path) -> None:
         assert word in text
 
 
+def test_the_report_says_what_was_scored_on_validation_samples(tmp_path: Path) -> None:
+    tuned = make_run(tmp_path / "tuned", **{"partition.validation-fraction": 0.2})
+    assert "scored on their validation samples" in markdown(read_run(tuned))
+    assert "validation samples" not in markdown(read_run(make_run(tmp_path / "plain")))
+
+
 def test_the_report_says_how_far_the_plan_was_from_what_came(run: Run) -> None:
     assert "No round was predicted." in markdown(run)
     predicted = {"bytes_up": 400_000, "bytes_down": 1_000_000, "seconds": None}

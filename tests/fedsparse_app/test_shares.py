@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fedsparse_app import inprocess
+from fedsparse_app import inprocess, plots
 from fedsparse_app.config import read
 from fedsparse_app.errors import ConfigError
+from fedsparse_app.report import markdown
 from fedsparse_app.run_folder import read_run
 from fedsparse_app.shares import attended, served, with_test_set
 from fedsparse_app.summary import summarise
@@ -215,6 +216,37 @@ def test_a_run_over_client_folders_can_be_scored_by_the_clients(clients, tmp_pat
     first, last = read_run(folder).rounds
     assert first["global"] is None
     assert set(last["global"]["accuracy"]) == {"photo", "sketch"}
+
+
+@pytest.mark.app
+def test_a_run_over_client_folders_with_noise_tells_nothing_of_them_and_has_a_report(
+    clients, tmp_path
+):
+    judged = {"federation.evaluate-on": "server", "data.test-dir": str(clients / "test")}
+    place = {"data.dir": str(clients), "run.output-dir": str(tmp_path / "runs")}
+    private = {"privacy.noise-multiplier": 0.1, "privacy.delta": 0.01}
+    folder = inprocess.run({**RUN, **judged, **place, **private})
+    assert json.loads((folder / "partition.json").read_text())["clients"] == {}
+    text = markdown(run := read_run(folder))
+    assert f"epsilon {run.rounds[-1]['privacy']['epsilon']:.4g} against" in text
+    assert "| ann |  | – | – | 1.000 |" in text
+    assert "partition.png" not in {path.name for path in plots.draw(run)}
+    assert all(row["round_flops"] is None for row in run.clients)
+
+
+@pytest.mark.app
+def test_a_resumed_run_says_whose_images_have_changed(clients, tmp_path, caplog):
+    place = {"data.dir": str(clients), "run.output-dir": str(tmp_path / "runs")}
+    folder = inprocess.run({**RUN, **place})
+    tree(clients / "bob", 5, domains=("photo",), each=7)
+    resumed = {**RUN, **place, "run.resume": str(folder), "run.rounds": 2}
+    with caplog.at_level("WARNING", logger="flwr"):
+        assert inprocess.run(resumed) == folder
+    said = [r.getMessage() for r in caplog.records if "other images" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("bob: holds other images than before: {'domains': {'photo': 14,")
+    table = json.loads((folder / "partition.json").read_text())
+    assert table["clients"]["bob"]["domains"] == {"photo": 14, "sketch": 10}
 
 
 @pytest.mark.app

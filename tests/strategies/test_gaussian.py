@@ -81,6 +81,7 @@ def test_epsilon_at_its_ends():
     assert epsilon(0.0, 1e-5) == 0.0
     assert epsilon(1e-6, 1e-5) == 0.0
     assert epsilon(1e4, 1e-5) == pytest.approx(5e7, rel=0.01)
+    assert epsilon(1e10, 1e-5) == pytest.approx(5e19, rel=0.01)  # next to no noise at all
     for mu, delta in ((-1.0, 0.1), (math.nan, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.0)):
         with pytest.raises(ShapeError, match="delta in"):
             epsilon(mu, delta)

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -311,3 +312,25 @@ def test_entries_that_fewer_clients_hold_have_less_noise_and_cost_more():
     run.run(1)
     assert not run.rounds[1].failures
     assert server.ledger.merged == dict.fromkeys(run.halves, pytest.approx(1 / 3))
+
+
+def test_fisher_that_fewer_clients_measured_has_less_noise_and_costs_more():
+    # Both devices hold the mask; in round 3 the whole one alone measures what lies outside it.
+    run = Federation("fedfip", 2, privacy=SEEDED, keeps={"client-00": 0.75}, **PRUNED)
+    run.server.options = replace(run.server.options, fisher_refresh=1)
+    run.run(3)
+    dense = [bool(round.diagnostics["refresh"]) for round in run.rounds[1:]]
+    assert dense == [False, True, True]
+    # In round 1 the widest entries are the whole device's alone.
+    assert run.server.ledger.merged == {f"client-0{i}": 1 + 1 + 1 for i in range(2)}
+
+
+def test_a_narrow_client_has_the_noise_of_the_others():
+    keeps = {"client-00": 0.25, "client-01": 1.0}
+    run = Federation("fedfip", 2, privacy=SEEDED, keeps=keeps, **PRUNED)
+    run.run(1)
+    vectors = {u.client: u.extras for u in updates(run)}
+    # As many parts, so each with as large a share, though one of them is empty.
+    assert vectors["client-00"].keys() == vectors["client-01"].keys() == {"fisher", "signatures"}
+    assert vectors["client-00"]["signatures"].numel() == 0
+    assert vectors["client-01"]["signatures"].numel() > 0
