@@ -19,6 +19,7 @@ from fedsparse_app.state import ClientState, state_root
 from fedsparse_app.workload import Workload, make_strategy, workload
 from strategies.base import SubmodelStrategy
 from strategies.memory import Personal
+from task.channels import Kept
 from task.cost import parameters
 from task.errors import did_you_mean
 from task.exported import FORMATS, Run
@@ -122,9 +123,9 @@ def export(request: Request) -> Exported:
     name = (request.client or "global") + FORMATS[request.format].suffix
     return Exported(
         write_atomically(request.out or request.run / "export" / name, content),
-        _what(request, config, chosen),
+        _what(request, config, chosen, _size(chosen.kept) < _size(strategy.global_kept())),
         difference,
-        (sum(map(len, chosen.kept.values())), work.channels.size),
+        (_size(chosen.kept), work.channels.size),
         (parameters(network), parameters(dense)),
         (len(content), len(whole)),
         (seconds[0], seconds[1]),
@@ -208,14 +209,19 @@ def _lists(kept: Any) -> dict[str, list[int]]:
     return {group: index.tolist() for group, index in kept.items()}
 
 
-def _what(request: Request, config: Config, chosen: Personal) -> str:
+def _size(kept: Kept) -> int:
+    return sum(map(len, kept.values()))
+
+
+def _what(request: Request, config: Config, chosen: Personal, cut: bool) -> str:
     """Say which network this is, and how it was scored if it was."""
     run, client = request.run.expanduser().resolve(), request.client
     if client is None:
         return f"global network of {run.name} after round {chosen.round}"
     if chosen.shared:
         return (
-            f"global network of {run.name} after round {chosen.round}: "
+            f"global network of {run.name} after round {chosen.round}"
+            f"{', cut to what the device carries' if cut else ''}: "
             f"{config.strategy.name} as configured keeps no network of {client} alone"
         )
     scored = [

@@ -122,10 +122,11 @@ class SubmodelStrategy(Strategy):
     def personal(self, client: str, round: int, own: Memory) -> Personal | None:
         """Return what ``client`` takes home after ``round``; None if arrays are missing.
 
-        It is what the client trained last and was scored with, where the method keeps that, else
-        the global network. ``own`` are the client's own arrays, which its device has.
+        It is what it trained last and was scored with, where the method keeps that, else as much of
+        the global network as it carries. ``own`` are the client's own arrays, which its device has.
         """
-        kept = self.global_kept()
+        most = self.channels.prefix(self.exchange.clients[client].keep or 1.0)
+        kept = {g: index[: len(most[g])] for g, index in self.global_kept().items()}
         return Personal(round, kept, extract(self.state, self.channels, kept), shared=True)
 
     def memory(self) -> dict[str, Tensor]:
@@ -291,9 +292,8 @@ class SubmodelStrategy(Strategy):
         """Enter a merge into the ledger: how many noises there are in every entry."""
         kept = [self.uploaded(round.jobs[u.client], u) for u in round.updates]
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
-        entries = coverage(self.channels, shapes, kept)
-        holders = [clients for clients, number in entries.items() if clients and number]
-        self.ledger.merge((u.client for u in round.updates), min(*holders, fewest(round.updates)))
+        holders = fewest(round.updates, coverage(self.channels, shapes, kept))
+        self.ledger.merge((u.client for u in round.updates), holders)
 
     def evaluates(self, round: int) -> bool:
         """Whether ``round`` is one that gets evaluated."""

@@ -237,7 +237,10 @@ class FedFIP(SubmodelStrategy):
     def personal(self, client: str, round: int, own: Memory) -> Personal | None:
         """Return M_i as the client trained it: its private channels are on its device alone."""
         if not self.options.reactivates:
-            return super().personal(client, round, own)
+            most = self._most(self.exchange.clients[client].keep)
+            best = nested(self.importance, self.trained_mask, self.channels, most)
+            kept = self.channels.kept(best)
+            return Personal(round, kept, extract(self.state, self.channels, kept), shared=True)
         memory = own.load(round + 1)
         if "held" not in memory:
             return None

@@ -110,12 +110,17 @@ def positive_variances(state: State, before: State) -> None:
             tensor.copy_(torch.maximum(tensor, 0.1 * before[name]))
 
 
-def fewest(updates: Sequence[Update]) -> int:
-    """Return how many of ``updates`` sent the entry of the method's vectors that fewest sent.
+def fewest(updates: Sequence[Update], coverage: Mapping[int, int]) -> int:
+    """Return how many updates sent the number that fewest sent, of those that any did.
 
-    NaN is not sent; an entry that nobody sent is not merged.
+    Parameters
+    ----------
+    updates : list of Update
+        Merged together; NaN in their vectors is not sent.
+    coverage : mapping of int to int
+        Entries of the network by the number of updates that hold them.
     """
-    least = len(updates)
+    least = min(clients for clients, entries in coverage.items() if clients and entries)
     for name in {name for update in updates for name in update.extras}:
         vectors = [u.extras[name] for u in updates if name in u.extras and u.extras[name].numel()]
         if vectors:

@@ -205,6 +205,20 @@ def test_where_a_method_keeps_nothing_personal_that_is_said(run):
     assert "keeps no network of client-02 alone" in result.output
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("fedfip", {"fedfip.phi": float("inf")}), ("subflot", {"subflot.otp": False})],
+)
+def test_where_the_global_network_stands_in_it_is_cut_to_the_device(method, options, tmp_path):
+    place = {"run.output-dir": str(tmp_path), "strategy.name": method}
+    folder = inprocess.run({**SMALL, **options, **place}, node_configs=({"keep": 0.25},))
+    request = exporting.Request(folder, "client-00", "safetensors", repeats=1)
+    small = exporting.export(request)
+    assert "cut to what the device carries: " in small.what
+    carried = next(row for row in rows(folder)[::-1] if row["client"] == "client-00")
+    assert small.parameters[0] == carried["parameters"]
+
+
 def test_a_client_of_subflot_that_never_answered_has_no_network(run, tmp_path):
     folder = shutil.copytree(run("subflot"), tmp_path / "run")
     shutil.rmtree(folder / "histories" / "client-01")
