@@ -202,6 +202,8 @@ class FedFIP(SubmodelStrategy):
             check_fisher(update.extras, self.channels.size, noised=noised)
         if self.options.dsr and not narrow(job):
             check_signatures(update.extras, shared, domains, update.samples, noised=noised)
+        elif noised and (rows := update.extras.get("signatures")) is not None and rows.numel():
+            raise ShapeError(f"signatures: shape {tuple(rows.shape)}, a narrow client sends none")
 
     def rehearsal(self, round: int) -> "FedFIP":
         """Return a copy whose channels are all alike important, without a refresh of Fisher."""

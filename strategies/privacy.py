@@ -121,8 +121,9 @@ def fewest(updates: Sequence[Update], coverage: Mapping[int, int]) -> int:
         Entries of the network by the number of updates that hold them.
     """
     least = min(clients for clients, entries in coverage.items() if clients and entries)
-    for name in {name for update in updates for name in update.extras}:
-        vectors = [u.extras[name] for u in updates if name in u.extras and u.extras[name].numel()]
+    # The method's own are in all updates, and checked; whatever else one carries is not merged.
+    for name in set.intersection(*(set(update.extras) for update in updates)):
+        vectors = [u.extras[name] for u in updates if u.extras[name].numel()]
         if vectors:
             senders = (~torch.stack(vectors).isnan()).sum(0)
             least = min(least, int(senders[senders > 0].min()))

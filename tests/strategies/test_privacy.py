@@ -325,6 +325,28 @@ def test_fisher_that_fewer_clients_measured_has_less_noise_and_costs_more():
     assert run.server.ledger.merged == {f"client-0{i}": 1 + 1 + 1 for i in range(2)}
 
 
+def carrying(name, *shape):
+    """Return what puts another vector into a reply."""
+
+    def tamper(content):
+        extras = content.array_records["extras"].to_torch_state_dict()
+        own = {"extras": ArrayRecord(extras | {name: torch.zeros(shape)})}
+        return RecordDict({**dict(content), **own})
+
+    return tamper
+
+
+def test_vectors_that_nobody_asked_for_do_not_end_the_run():
+    tampered = {"client-00": carrying("x", 3), "client-01": carrying("x", 4)}
+    run = Federation("fedavg", 3, privacy=SEEDED, tamper=tampered)
+    run.run(1)
+    assert run.server.ledger.merged == dict.fromkeys(run.halves, pytest.approx(1 / 3))
+    keeps, lie = {"client-00": 0.25}, {"client-00": carrying("signatures", 2, 2)}
+    run = Federation("fedfip", 3, privacy=SEEDED, keeps=keeps, tamper=lie, **PRUNED)
+    run.run(1)
+    assert "a narrow client sends none" in run.rounds[1].failures["client-00"]
+
+
 def test_a_narrow_client_has_the_noise_of_the_others():
     keeps = {"client-00": 0.25, "client-01": 1.0}
     run = Federation("fedfip", 2, privacy=SEEDED, keeps=keeps, **PRUNED)
