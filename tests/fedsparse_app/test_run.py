@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
 from safetensors import safe_open
 
@@ -15,6 +15,7 @@ from fedsparse_app.client_app import app as client_app
 from fedsparse_app.config import read
 from fedsparse_app.errors import ConfigError
 from fedsparse_app.launch import Request, launch
+from fedsparse_app.packing import unpack
 from fedsparse_app.run_folder import read_run
 from task.errors import DataError
 
@@ -175,10 +176,8 @@ def faulty(client, what):
 
 def nan(message, context):
     reply = client_app(message, context)
-    tensors = reply.content.array_records["state"].to_torch_state_dict()
-    from flwr.app import ArrayRecord, RecordDict
-
-    content = RecordDict(dict(reply.content))
+    content = unpack(reply.content)
+    tensors = content.array_records["state"].to_torch_state_dict()
     content["state"] = ArrayRecord({k: t * float("nan") for k, t in tensors.items()})
     return Message(content, reply_to=message)
 
