@@ -134,7 +134,8 @@ def plot(path, results):
         panel.set_title(split)
         panel.set_xlabel("round")
     panels[0].set_ylabel("personal accuracy (%), mean and range over seeds")
-    panels[-1].legend(fontsize="small")
+    panels[0].set_ylim(bottom=55)  # room for the legend
+    panels[0].legend(loc="lower right", ncols=2, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
