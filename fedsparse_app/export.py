@@ -19,7 +19,7 @@ from fedsparse_app.state import ClientState, state_root
 from fedsparse_app.workload import Workload, make_strategy, workload
 from strategies.base import SubmodelStrategy
 from strategies.memory import Personal
-from task.channels import Kept
+from task.channels import count_kept
 from task.cost import parameters
 from task.errors import did_you_mean
 from task.exported import FORMATS, Run
@@ -123,9 +123,11 @@ def export(request: Request) -> Exported:
     name = (request.client or "global") + FORMATS[request.format].suffix
     return Exported(
         write_atomically(request.out or request.run / "export" / name, content),
-        _what(request, config, chosen, _size(chosen.kept) < _size(strategy.global_kept())),
+        _what(
+            request, config, chosen, count_kept(chosen.kept) < count_kept(strategy.global_kept())
+        ),
         difference,
-        (_size(chosen.kept), work.channels.size),
+        (count_kept(chosen.kept), work.channels.size),
         (parameters(network), parameters(dense)),
         (len(content), len(whole)),
         (seconds[0], seconds[1]),
@@ -207,10 +209,6 @@ def _about(request: Request, config: Config, work: Workload, chosen: Personal) -
 
 def _lists(kept: Any) -> dict[str, list[int]]:
     return {group: index.tolist() for group, index in kept.items()}
-
-
-def _size(kept: Kept) -> int:
-    return sum(map(len, kept.values()))
 
 
 def _what(request: Request, config: Config, chosen: Personal, cut: bool) -> str:

@@ -13,7 +13,7 @@ from strategies.base import SubmodelStrategy
 from strategies.fedavg import FedAvgOptions
 from strategies.hello import Hello
 from strategies.records import Job, Update, encode_job, encode_scores, encode_update, wire_bytes
-from task.channels import Kept
+from task.channels import Kept, count_kept
 from task.cost import activation_bytes, parameters, state_bytes
 from task.submodel import extract, slice_module
 from task.train import Scores
@@ -128,7 +128,7 @@ class Planner:
         speed = hello.speed or self.speed
         return Forecast(
             client=job.client,
-            keep=sum(map(len, job.kept.values())) / max(1, self.work.channels.size),
+            keep=count_kept(job.kept) / max(1, self.work.channels.size),
             parameters=int(costs["parameters"]),
             flops=int(costs["flops"]),
             train_flops=int(costs["train-flops"]),

@@ -25,7 +25,7 @@ from strategies.base import SubmodelStrategy
 from strategies.ops.average import coverage
 from strategies.records import Hello, Update, encode_update, wire_bytes
 from strategies.rounds import Round
-from task.channels import Kept
+from task.channels import Kept, count_kept
 from task.cost import mask_counted_parameters
 from task.data.folder import NAME as FOLDER
 from task.submodel import extract, slice_module
@@ -137,7 +137,7 @@ class Recorder:
             self.upload_ratio = bytes_up / (len(round.updates) * self.dense_bytes)
             flops = statistics.fmean(u.costs.get("train-flops", 0.0) for u in round.updates)
             self.flops_ratio = flops / self.dense["train-flops"]
-        keep = sum(len(index) for index in kept.values()) / max(1, channels.size)
+        keep = count_kept(kept) / max(1, channels.size)
         uploads = [self.strategy.uploaded(round.jobs[u.client], u) for u in round.updates]
         spent = {"privacy": self.strategy.ledger.spent()} if self.config.privacy.on else {}
         return {
@@ -203,7 +203,7 @@ class Recorder:
         if update is None:
             return row
         hidden = self.config.privacy.on  # what the update says instead are constants
-        held = sum(len(index) for index in round.jobs[client].kept.values())
+        held = count_kept(round.jobs[client].kept)
         private = int(update.costs.get("private", 0))
         row |= {
             "keep": (held + private) / max(1, self.work.channels.size),

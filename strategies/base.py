@@ -25,7 +25,7 @@ from strategies.federation import FederationOptions
 from strategies.memory import InMemory, Memory, Personal
 from strategies.ops.average import coverage
 from strategies.ops.robust import Merge
-from strategies.privacy import OFF, Ledger, PrivacyOptions, fewest, positive_variances
+from strategies.privacy import OFF, Ledger, PrivacyOptions, fewest, positive_variances, variances
 from strategies.records import Hello, Job, Update, decode_scores, decode_update
 from strategies.rounds import Round, check_update, expected_shapes, most_bytes
 from task.channels import ChannelMap, Kept, State
@@ -243,7 +243,7 @@ class SubmodelStrategy(Strategy):
             )
         if not round.merged:
             return None, None
-        before = {n: t.clone() for n, t in self.state.items() if n.endswith("running_var")}
+        before = variances(self.state) if self.privacy.on else {}
         round.diagnostics = self.merge(server_round, round.updates)
         metrics = MetricRecord({"replies": len(round.updates)})
         if self.privacy.on:

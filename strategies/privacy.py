@@ -22,7 +22,15 @@ from strategies.records import Update
 from task.channels import State
 from task.options import Interval, check_options
 
-__all__ = ["OFF", "Ledger", "PrivacyOptions", "fewest", "positive_variances", "release"]
+__all__ = [
+    "OFF",
+    "Ledger",
+    "PrivacyOptions",
+    "fewest",
+    "positive_variances",
+    "release",
+    "variances",
+]
 
 CHANGE_SHARE = 0.9
 """s of the change, where there are other parts: it has 1000 numbers for each of theirs."""
@@ -101,6 +109,11 @@ def _directed(vector: Tensor, std: float, generator: torch.Generator | None) -> 
     unit, noised = direction(vector[sent].double()), vector.clone()
     noised[sent] = (unit + std * normal(len(unit), generator)).to(vector.dtype)
     return noised
+
+
+def variances(state: State) -> State:
+    """Return copies of the running variances."""
+    return {n: tensor.clone() for n, tensor in state.items() if n.endswith("running_var")}
 
 
 def positive_variances(state: State, before: State) -> None:

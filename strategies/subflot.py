@@ -44,7 +44,7 @@ from strategies.ops.transport import TransportOptions, align, apply, plan_groups
 from strategies.records import Hello, Job, Update
 from strategies.signatures import check_fisher
 from strategies.threads import in_threads
-from task.channels import Kept, State
+from task.channels import Kept, State, count_kept
 from task.options import Interval, check_options
 from task.seeding import generator
 from task.submodel import extract
@@ -147,7 +147,7 @@ class SubFLOT(SubmodelStrategy):
     def validate(self, job: Job, update: Update) -> None:
         """Refuse a Fisher vector that is none."""
         if self.options.importance != "none":
-            check_fisher(update.extras, sum(len(index) for index in job.kept.values()))
+            check_fisher(update.extras, count_kept(job.kept))
             if update.extras["fisher"].isnan().any():
                 raise ShapeError("fisher: NaN; every channel of a submodel is measured")
 
@@ -168,7 +168,7 @@ class SubFLOT(SubmodelStrategy):
 
     def replied(self, job: Job, hello: Hello) -> dict[str, Tensor]:
         """Return a Fisher vector of the submodel's width, where one is sent."""
-        held = sum(map(len, job.kept.values()))
+        held = count_kept(job.kept)
         return {"fisher": torch.zeros(held)} if self.options.importance != "none" else {}
 
     def removed(self, client: str, round: int) -> float:

@@ -23,7 +23,17 @@ from torch import Tensor
 from task.errors import DataError, did_you_mean
 from task.segments import pack, unpack
 
-__all__ = ["FIXED", "Axis", "Bools", "ChannelMap", "GatePoint", "Ints", "Kept", "State"]
+__all__ = [
+    "FIXED",
+    "Axis",
+    "Bools",
+    "ChannelMap",
+    "GatePoint",
+    "Ints",
+    "Kept",
+    "State",
+    "count_kept",
+]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -31,6 +41,11 @@ State = dict[str, Tensor]
 Kept = Mapping[str, Ints]
 
 FIXED = -1  # group index of a coordinate that never goes away
+
+
+def count_kept(kept: Kept) -> int:
+    """Return the number of channels that are kept, over all groups."""
+    return sum(map(len, kept.values()))
 
 
 @dataclass(frozen=True, eq=False)

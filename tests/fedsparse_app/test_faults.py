@@ -4,11 +4,11 @@ import json
 
 import pytest
 from flwr.app import Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 
 from fedsparse_app import inprocess
 from fedsparse_app.client_app import app as client_app
 from strategies import STRATEGIES
+from tests.fedsparse_app.faulty import faulty
 
 pytestmark = pytest.mark.app
 
@@ -29,31 +29,14 @@ def rows(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def raising(*clients):
-    """Return the client app in which training of ``clients`` raises."""
-    app = ClientApp()
-
-    @app.query()
-    def hello(message, context):
-        return client_app(message, context)
-
-    @app.train()
-    def train(message, context):
-        if message.content.config_records["job"]["client"] in clients:
-            raise MemoryError("out of memory on the device")
-        return client_app(message, context)
-
-    @app.evaluate()
-    def evaluate(message, context):
-        return client_app(message, context)
-
-    return app
+def raising(message, context):
+    raise MemoryError("out of memory on the device")
 
 
 @pytest.mark.parametrize("method", STRATEGIES)
 def test_the_reason_is_in_metrics_and_the_run_goes_on(method, tmp_path):
     options = {"strategy.name": method, "run.rounds": 1, "run.output-dir": str(tmp_path)}
-    folder = inprocess.run(OPTIONS | options, client_app=raising("client-01"))
+    folder = inprocess.run(OPTIONS | options, client_app=faulty(raising, "client-01"))
     row = rows(folder)[1]
     reason = "error 2: MemoryError: out of memory on the device"
     assert row["failures"] == [{"client": "client-01", "reason": reason}]
@@ -65,7 +48,7 @@ def test_the_reason_is_in_metrics_and_the_run_goes_on(method, tmp_path):
 def test_a_run_without_enough_replies_fails_with_the_reason(tmp_path):
     options = {"federation.patience": 1, "run.rounds": 1, "run.output-dir": str(tmp_path)}
     with pytest.raises(RuntimeError, match=r"min-replies = 2.*client-00: error 2: MemoryError"):
-        inprocess.run(OPTIONS | options, client_app=raising("client-00", "client-01"))
+        inprocess.run(OPTIONS | options, client_app=faulty(raising, "client-00", "client-01"))
 
 
 def test_nodes_that_restart_under_new_ids_change_nothing(tmp_path, monkeypatch):

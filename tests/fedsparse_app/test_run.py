@@ -6,7 +6,6 @@ import tomllib
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message
-from flwr.clientapp import ClientApp
 from safetensors import safe_open
 
 from fedsparse_app import inprocess
@@ -18,6 +17,7 @@ from fedsparse_app.launch import Request, launch
 from fedsparse_app.packing import unpack
 from fedsparse_app.run_folder import read_run
 from task.errors import DataError
+from tests.fedsparse_app.faulty import faulty
 
 pytestmark = pytest.mark.app
 
@@ -157,23 +157,6 @@ def test_config_toml_reads_back_as_the_same_options(runs):
     assert "torch" in written["versions"]
 
 
-def faulty(client, what):
-    """Return the client app with one client's training replaced by ``what``."""
-    app = ClientApp()
-
-    @app.query()
-    def hello(message, context):
-        return client_app(message, context)
-
-    @app.train()
-    def train(message, context):
-        if message.content.config_records["job"]["client"] == client:
-            return what(message, context)
-        return client_app(message, context)
-
-    return app
-
-
 def nan(message, context):
     reply = client_app(message, context)
     content = unpack(reply.content)
@@ -184,7 +167,7 @@ def nan(message, context):
 
 def test_failures_are_in_metrics_with_their_reason_and_the_run_goes_on(tmp_path):
     options = {**OPTIONS, "run.rounds": 1, "run.output-dir": str(tmp_path)}
-    folder = inprocess.run(options, client_app=faulty("client-02", nan))
+    folder = inprocess.run(options, client_app=faulty(nan, "client-02"))
     row = rows(folder)[1]
     assert row["replies"] == 3
     assert row["failures"][0]["client"] == "client-02"
